@@ -1,0 +1,3 @@
+"""mgpu_pipe: one Hydra configuration, one reproducible multi-GPU run."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""The canonical checkpoint format: boxes, manifest, save, load, retention."""

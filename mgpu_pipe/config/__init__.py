@@ -1,0 +1,1 @@
+"""Schema, composition, validation and freezing of a run's configuration."""

@@ -1,0 +1,236 @@
+"""``RunConfig``: every user key with its type, its default and one line of documentation.
+
+The composed Hydra configuration is converted into this tree by :mod:`mgpu_pipe.config.convert`, which refuses
+unknown keys and wrong types. The documentation of a key is the string literal below its field; the JSON schema
+and ``mgpu-pipe --help`` read it from there. Sizes that may be ``auto`` are typed ``int | Literal["auto"]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Auto = Literal["auto"]
+
+
+@dataclass
+class RunOptions:
+    name: str = "run"
+    """Name of the run; its folders are outputs/<name>/<date>_<time>-<hash8>."""
+    dir: str | None = None
+    """The run's folder, when it is to be known beforehand; refused with -m."""
+    root: str = "outputs"
+    """The folder that holds all runs."""
+
+
+@dataclass
+class ModelConfig:
+    name: str = "custom"
+    """Display name in tables and reports."""
+    type: str | None = None
+    """Hugging Face model_type (llama, gpt2, qwen3, mixtral, ...) of a model that starts from random weights."""
+    path: str | None = None
+    """Local Hugging Face model folder to fine-tune (config.json, safetensors weights, tokenizer)."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel; auto is sdpa."""
+
+
+@dataclass
+class SyntheticConfig:
+    num_documents: int = 2000
+    """Documents that data=synthetic draws."""
+    mean_length: int = 200
+    """Mean document length in tokens; lengths are log-normal."""
+    sigma: float = 0.6
+    """Standard deviation of the logarithm of the length; 0 makes all documents equally long."""
+
+
+@dataclass
+class DataConfig:
+    source: str = "stdlib_text"
+    """stdlib_text, text_files, jsonl, parquet, chat_jsonl, synthetic, or a name that a plug-in registers."""
+    paths: list[str] = field(default_factory=list)
+    """Files or globs (text_files, jsonl, parquet, chat_jsonl)."""
+    text_column: str = "text"
+    """Name of the text field (jsonl, parquet)."""
+    messages_column: str = "messages"
+    """Name of the list of {role, content} messages (chat_jsonl)."""
+    chat_template: str | None = None
+    """A Jinja file that overrides the tokenizer's chat template (chat_jsonl)."""
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    """Shape of the random documents of data=synthetic."""
+    tokenizer: str = "auto"
+    """Tokenizer folder or tokenizer.json; auto: the model folder's, else a BPE trained once on this data."""
+    seq_len: int = 256
+    """Tokens a sample."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """best_fit packs whole documents into samples; none gives each document its own, padded."""
+    global_batch_size: int = 32
+    """Samples an optimizer step, over all processes; fixes the mathematics."""
+    micro_batch_size: int | Auto = "auto"
+    """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8."""
+    validation_fraction: float = 0.05
+    """Share of the documents that is held out; 0 holds out none."""
+    validation_paths: list[str] = field(default_factory=list)
+    """Files or globs held out instead of a share of the documents."""
+    validation_max_samples: int | None = 256
+    """At most this many held-out samples an evaluation; null takes all."""
+    num_workers: int = 0
+    """Loader processes a rank; 0 loads in the training process, which is fastest for text."""
+    tokenize_workers: int | Auto = "auto"
+    """Processes that tokenise; auto is one a core."""
+    cache_dir: str | None = None
+    """Where tokenised data is kept; null: $MGPU_PIPE_CACHE, else mgpu_pipe in the user's cache folder."""
+
+
+@dataclass
+class ObjectiveConfig:
+    name: str = "causal_lm"
+    """causal_lm, or a name that a plug-in registers."""
+    loss_chunk_tokens: int | Auto = "auto"
+    """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+    sample_prompts: list[str] = field(default_factory=list)
+    """Prompts continued after training and shown with the result."""
+    sample_max_new_tokens: int = 64
+    """Tokens a sample continues for."""
+
+
+@dataclass
+class OptimizerConfig:
+    _target_: str = "torch.optim.AdamW"
+    """Any subclass of torch.optim.Optimizer."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices and embeddings."""
+    decay_norms_and_biases: bool = False
+    """Apply the weight decay to norms and biases too."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer (betas, eps, momentum, ...)."""
+
+
+@dataclass
+class SchedulerConfig:
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """constant, linear, cosine, or wsd (warm-up, stable, decay); each after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay_steps: int | None = None
+    """wsd: optimizer steps of the final linear decay; null is a tenth of total_steps."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak."""
+    total_steps: int | None = None
+    """Horizon in optimizer steps; null is the first launch's trainer.max_steps, which a resume keeps."""
+
+
+@dataclass
+class StrategyConfig:
+    name: str = "custom"
+    """Name of the preset."""
+    engine: Literal["mesh", "deepspeed"] = "mesh"
+    """mesh: this project's torch engine; deepspeed: ZeRO."""
+    dp_replicate: int | Auto = 1
+    """Data-parallel replicas with whole weights (DDP)."""
+    dp_shard: int | Auto = 1
+    """Data-parallel ranks that shard weights, gradients and optimizer state."""
+    tp: int | Auto = 1
+    """Tensor-parallel size."""
+    pp: int | Auto = 1
+    """Pipeline stages (ranks)."""
+    cp: int | Auto = 1
+    """Context-parallel size."""
+    ep: int | Auto = 1
+    """Expert-parallel size; re-cuts dp_shard * tp."""
+    bucket_mib: float = 25.0
+    """Size of a gradient bucket of the all-reduce, in MiB."""
+
+
+@dataclass
+class PrecisionConfig:
+    name: Literal["auto", "fp32", "bf16"] = "fp32"
+    """fp32; bf16 (bf16 compute, fp32 weights, gradient reduction and optimizer); auto: bf16 where it is faster."""
+
+
+@dataclass
+class CheckpointConfig:
+    every_n_steps: int | None = None
+    """Save every so many optimizer steps; null saves at the end (and on a signal) only."""
+    save_last: bool = True
+    """Save after the last step."""
+    keep_last: int = 2
+    """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this are kept for good."""
+    keep_best: int = 0
+    """Checkpoints with the lowest best_metric kept besides."""
+    best_metric: str = "val/loss"
+    """Metric, lower is better, that keep_best ranks by."""
+    resume: str = "none"
+    """none, auto (go on in run.dir or in the newest run of run.name), or a run or step folder."""
+    init_from: str | None = None
+    """Run, step or Hugging Face folder to take the weights alone from."""
+    verify: Literal["full", "size", "off"] = "full"
+    """What a load checks: chunk hashes, file sizes, or nothing."""
+    on_corruption: Literal["fallback", "stop"] = "fallback"
+    """A damaged checkpoint: take the one before it, or stop."""
+
+
+@dataclass
+class TrainerConfig:
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto is cuda where there is a GPU."""
+    devices: int | Auto = "auto"
+    """Processes a node; auto: 1 on CPU, all GPUs on CUDA."""
+    num_nodes: int = 1
+    """Nodes of the job."""
+    max_steps: int | None = None
+    """Optimizer steps to train for, counted from the start of the run."""
+    max_epochs: int | None = None
+    """Passes over the data to train for, where max_steps is not given."""
+    val_every_n_steps: int | None = None
+    """Evaluate the held-out set every so many steps; null evaluates at the end only."""
+    log_every_n_steps: int = 1
+    """Write a row of metrics every so many steps."""
+    gradient_clip_val: float | None = 1.0
+    """Largest global gradient norm; null does not clip."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; slower on CUDA, makes runs bit-equal there."""
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """Progress on stderr; auto: a bar on a terminal, plain lines elsewhere."""
+
+
+@dataclass
+class LaunchConfig:
+    max_restarts: int = 0
+    """Times a crashed group of workers is started again (never after a configuration error or a NaN)."""
+    stop_timeout: float = 60.0
+    """Seconds that workers get to save and leave after SIGTERM or SIGINT."""
+    collective_timeout: float = 600.0
+    """Seconds after which a collective that not all ranks joined fails."""
+    threads_per_worker: int | Auto = "auto"
+    """Compute threads a worker; auto is cores divided by workers, at least 1."""
+
+
+@dataclass
+class RunConfig:
+    """One run, whole. Composed once, validated, frozen to <run>/config.yaml, read by every worker."""
+
+    seed: int = 1234
+    """Seeds weights, data order and sampling."""
+    run: RunOptions = field(default_factory=RunOptions)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: dict[str, Any] = field(default_factory=dict)
+    """Lightning loggers by name, each a leaf with a _target_."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Lightning callbacks by name, each a leaf with a _target_."""
+    launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -1,0 +1,1 @@
+"""Sources, tokenising, packing, the global order, and the step window."""

@@ -1,0 +1,33 @@
+"""The step window: everything one optimizer step consumes on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100
+
+
+@dataclass
+class StepWindow:
+    """This process's micro-batches of one optimizer step.
+
+    A micro-batch of a causal language model holds int64 tensors of shape ``(micro_batch_size, seq_len)``:
+    ``input_ids``; ``labels``, already shifted (``labels[:, t]`` is the token after ``input_ids[:, t]`` in the same
+    document, or ``IGNORE_INDEX``); ``position_ids``, which restart at 0 with every document of a pack.
+    Padding is a document of its own whose labels are all ``IGNORE_INDEX``.
+    """
+
+    step: int
+    """Zero-based index of the optimizer step (or of the evaluation window)."""
+    first_sample: int
+    """Global index of the step's first sample: ``step * global_batch_size``."""
+    num_samples: int
+    """Samples of the step over all processes; only the last evaluation window has fewer than the others."""
+    micro_batches: list[dict[str, torch.Tensor]]
+    """This process's share; may be empty or ragged only in the last evaluation window."""
+    normalizer: int
+    """Valid tokens of the step over all processes; the loss is their sum of losses over this number."""

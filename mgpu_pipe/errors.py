@@ -1,0 +1,91 @@
+"""Every error a user can meet, and the exit code it ends the program with.
+
+A message is one line that names the key, the value and the fix. The command line prints it without a
+traceback; anything that is not an :class:`MgpuError` is a defect of this program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_STOPPED = 75
+
+
+class MgpuError(Exception):
+    """Base of every error that is told to the user in one line."""
+
+    exit_code = EXIT_FAILURE
+
+    def to_json(self) -> str:
+        """The form in which a worker hands its error to the launcher."""
+        return json.dumps({"type": type(self).__name__, "message": str(self), "exit_code": self.exit_code})
+
+
+class BadInputError(MgpuError):
+    """Something the user gave is wrong: configuration, data, model folder or checkpoint. Exit code 2."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class ConfigError(BadInputError):
+    """A configuration key has a value that cannot work.
+
+    Args:
+        key: full path of the key, e.g. ``trainer.devices``.
+        value: what was given; shown as it was given.
+        fix: what to write instead, as an imperative ("use 1, 2 or 4").
+        reason: why the value cannot work, if the fix does not say it.
+    """
+
+    def __init__(self, key: str, value: object, fix: str, reason: str = "") -> None:
+        self.key, self.value, self.fix, self.reason = key, value, fix, reason
+        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        super().__init__(f"{key}={shown}: {reason + '; ' if reason else ''}{fix}")
+
+
+class ConfigErrors(BadInputError):
+    """Several configuration errors, reported together, one line each."""
+
+    def __init__(self, errors: Sequence[BadInputError]) -> None:
+        self.errors = list(errors)
+        super().__init__("\n".join(str(error) for error in errors))
+
+
+class DataError(BadInputError):
+    """A data file is missing, empty or broken; names the file and, where there is one, the line."""
+
+
+class ModelFolderError(BadInputError):
+    """A model folder lacks something or does not fit its tokenizer."""
+
+
+class RunFolderError(BadInputError):
+    """A run folder cannot be used: not writable, not empty, or held by a living run."""
+
+
+class CheckpointError(BadInputError):
+    """A checkpoint is missing, damaged or of another model; names the file and the chunk."""
+
+
+class CheckpointSaveError(MgpuError):
+    """A checkpoint could not be written, e.g. on a full disk. The last good one stays. Exit code 1."""
+
+
+class NonFiniteError(MgpuError):
+    """The loss or the gradient norm became NaN or infinite; raised by all ranks before the update."""
+
+    def __init__(self, what: str, step: int, first_sample: int, last_sample: int, last_good: Path | None) -> None:
+        good = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was written yet"
+        super().__init__(
+            f"{what} is not finite at step {step} (samples {first_sample} to {last_sample}): the update was not "
+            f"applied and {good}; lower optimizer.lr, set trainer.gradient_clip_val, or look at those samples"
+        )
+
+
+class WorkerError(MgpuError):
+    """A worker died of something that is not the user's error; carries the tail of its own message."""

@@ -1,0 +1,169 @@
+"""Who is where: parallel sizes, their validation, each rank's coordinates, and the torch device mesh.
+
+Nothing here imports torch until a mesh is asked for. An *axis* is a dimension of the mesh; a *dim* is a dimension
+of a tensor. Mesh order, outermost first: pp, dp_replicate, dp_shard, cp, tp, so that tensor parallelism, which
+talks most, stays inside a node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.schema import DataConfig, StrategyConfig
+from mgpu_pipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MAX_AUTO_MICRO_BATCH = 8
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The validated sizes of every parallel axis."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def resolve(cls, strategy: StrategyConfig, world_size: int) -> ParallelDims:
+        """Sizes of ``strategy`` in a world of ``world_size`` processes, with the one ``auto`` size filled in.
+
+        Raises:
+            ConfigError: a size below 1, two ``auto`` sizes, a product other than the world, or an ``ep`` that
+                does not divide ``dp_shard * tp`` or is no multiple of ``tp``.
+        """
+        sizes: dict[str, int] = {}
+        auto: list[str] = []
+        for axis in AXES:
+            size = getattr(strategy, axis)
+            if size == "auto":
+                auto.append(axis)
+            elif size < 1:
+                raise ConfigError(f"strategy.{axis}", size, "use a size of at least 1, or auto")
+            else:
+                sizes[axis] = size
+        if len(auto) > 1:
+            raise ConfigError(f"strategy.{auto[1]}", "auto", f"give a number: strategy.{auto[0]} is auto already")
+        product = prod(sizes.values())
+        named = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
+        if auto:
+            if world_size % product:
+                raise ConfigError(
+                    "trainer.devices", world_size,
+                    f"use a multiple of {product}, for strategy.{auto[0]}=auto fills what remains of {named}",
+                    f"{world_size} processes are not divisible by {named}",
+                )
+            sizes[auto[0]] = world_size // product
+        elif product != world_size:
+            raise ConfigError(
+                "trainer.devices", world_size,
+                f"use {product} processes or set one size of the strategy to auto",
+                f"strategy={strategy.name} makes a world of {named} = {product}",
+            )
+        ep = cls._resolve_ep(strategy, sizes)
+        return cls(**sizes, ep=ep)
+
+    @staticmethod
+    def _resolve_ep(strategy: StrategyConfig, sizes: dict[str, int]) -> int:
+        span = sizes["dp_shard"] * sizes["tp"]
+        ep = span if strategy.ep == "auto" else strategy.ep
+        if ep != 1 and (ep < 1 or span % ep or ep % sizes["tp"]):
+            fits = [n for n in range(1, span + 1) if span % n == 0 and n % sizes["tp"] == 0]
+            raise ConfigError(
+                "strategy.ep", strategy.ep, f"use one of {fits}",
+                f"ep re-cuts dp_shard * tp = {span} and must be a multiple of tp = {sizes['tp']}",
+            )
+        return ep
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of ``rank`` on every axis."""
+        found: dict[str, int] = {}
+        for axis in reversed(AXES):
+            size = getattr(self, axis)
+            found[axis] = rank % size
+            rank //= size
+        return {axis: found[axis] for axis in AXES}
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """Which share of every step's samples ``rank`` takes."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def describe(self) -> str:
+        """The sizes that matter, e.g. ``dp_replicate=4``; ``one process`` where all are 1."""
+        shown = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1]
+        return " x ".join(shown) or "one process"
+
+    def as_dict(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in (*AXES, "ep")}
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """The torch mesh over all axes. A collective call: every rank makes it, in the same order."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's samples are cut over processes and forward passes."""
+
+    global_batch_size: int
+    data_parallel_size: int
+    micro_batch_size: int
+
+    @property
+    def samples_per_process(self) -> int:
+        return self.global_batch_size // self.data_parallel_size
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.samples_per_process // self.micro_batch_size
+
+    @classmethod
+    def resolve(cls, data: DataConfig, data_parallel_size: int) -> BatchPlan:
+        """Derive the number of micro-batches.
+
+        Raises:
+            ConfigError: sizes that do not divide, with the nearest ones that do.
+        """
+        total = data.global_batch_size
+        if total < 1:
+            raise ConfigError("data.global_batch_size", total, "use at least 1")
+        if total % data_parallel_size:
+            below = total // data_parallel_size * data_parallel_size
+            nearest = " or ".join(str(n) for n in (below, below + data_parallel_size) if n > 0)
+            raise ConfigError(
+                "data.global_batch_size", total, f"use {nearest}",
+                f"not divisible by the {data_parallel_size} data-parallel processes",
+            )
+        share = total // data_parallel_size
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        if data.micro_batch_size == "auto":
+            return cls(total, data_parallel_size, max(n for n in divisors if n <= MAX_AUTO_MICRO_BATCH))
+        micro = data.micro_batch_size
+        if micro not in divisors:
+            nearest_divisors = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])
+            raise ConfigError(
+                "data.micro_batch_size", micro, f"use {' or '.join(map(str, nearest_divisors))}",
+                f"does not divide a process's share of {share} samples "
+                f"(data.global_batch_size={total} over {data_parallel_size})",
+            )
+        return cls(total, data_parallel_size, micro)
