@@ -1,0 +1,100 @@
+"""The frame of every objective: a LightningModule whose batch is a step window and whose strategy runs the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import pytorch_lightning as pl
+import torch
+
+from mgpu_pipe.data.window import StepWindow
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step gave, equal on every rank."""
+
+    loss: float
+    """Global loss: sum over all valid tokens divided by their number."""
+    gradient_norm: float
+    """Global 2-norm before clipping."""
+    stop: bool
+    """Some rank was asked to stop; all leave at this step's boundary."""
+
+
+class StepStrategy(Protocol):
+    """What an objective asks of the strategy plugin."""
+
+    def run_step(self, window: StepWindow) -> StepResult:
+        """Forward and backward of every micro-batch, reduction, norm, the finite check, and clipping."""
+
+    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
+        """This process's sum of losses over the window's micro-batches, a float64 scalar, without gradients."""
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the data-parallel processes."""
+
+    def zero_gradients(self) -> None:
+        """Clear all gradients."""
+
+
+class LearningRate(Protocol):
+    def __call__(self, step: int) -> float:
+        """The factor of the peak learning rate for the zero-based optimizer step."""
+
+
+class Objective(pl.LightningModule):
+    """Base of the objectives. A subclass defines :meth:`micro_batch_loss`.
+
+    Args:
+        model: the network; its ``named_parameters()`` are the names in checkpoints.
+        optimizer_factory: builds the optimizer of the (already parallelised) model.
+        learning_rate: the schedule, a pure function of the step, so that a resume needs no state for it.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = model
+        self._optimizer_factory = optimizer_factory
+        self._learning_rate = learning_rate
+        self._optimizer: Any = None
+        self._evaluated: torch.Tensor | None = None
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Sum of the losses of one micro-batch's valid items, a scalar; the strategy divides it."""
+        raise NotImplementedError(f"{type(self).__name__} defines no micro_batch_loss")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return cast(torch.optim.Optimizer, self._optimizer_factory(self.model))
+
+    def training_step(self, window: StepWindow, batch_idx: int) -> dict[str, Any]:
+        """One optimizer step."""
+        strategy = cast(StepStrategy, self.trainer.strategy)
+        result = strategy.run_step(window)
+        if self._optimizer is None:
+            self._optimizer = self.optimizers()
+        factor = self._learning_rate(window.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        self._optimizer.step()
+        strategy.zero_gradients()
+        return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
+
+    def on_validation_start(self) -> None:
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, window: StepWindow, batch_idx: int) -> None:
+        assert self._evaluated is not None
+        strategy = cast(StepStrategy, self.trainer.strategy)
+        self._evaluated[0] += strategy.run_evaluation(window)
+        # Every rank knows the window's global count; adding it once more a rank is undone by the division.
+        self._evaluated[1] += window.normalizer
+
+    def on_validation_epoch_end(self) -> None:
+        assert self._evaluated is not None
+        strategy = cast(StepStrategy, self.trainer.strategy)
+        loss = float(strategy.sum_over_data(self._evaluated[:1])[0] / self._evaluated[1])
+        self.log("val/loss", torch.tensor(loss, dtype=torch.float64), rank_zero_only=False)

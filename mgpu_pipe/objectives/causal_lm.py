@@ -1,0 +1,70 @@
+"""Causal language modelling: the next token's cross-entropy, summed over valid tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mgpu_pipe.objectives.base import LearningRate, Objective
+from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
+
+log = logging.getLogger(__name__)
+
+
+class LossHead:
+    """Lets a model's output head return the sum of losses instead of logits.
+
+    The head module's ``forward`` is wrapped, so that the loss is computed where the head's weight is at hand: FSDP
+    gathers it around the module's call, tensor parallelism shards it there, a pipeline holds it on the last stage.
+    """
+
+    def __init__(self, head: torch.nn.Module, chunk_tokens: int | str) -> None:
+        self.labels: torch.Tensor | None = None
+        self.result: torch.Tensor | None = None
+        self._chunk_tokens = chunk_tokens
+        plain_forward = head.forward
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            if self.labels is None:
+                return plain_forward(hidden)
+            bias = getattr(head, "bias", None)
+            self.result = linear_cross_entropy(hidden, head.weight, bias, self.labels, self._chunk_tokens)
+            return self.result
+
+        head.forward = forward  # type: ignore[method-assign]
+
+
+class CausalLMObjective(Objective):
+    """Cross-entropy of a Hugging Face causal language model.
+
+    Args:
+        chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        chunked = chunk_tokens != 0 and isinstance(head, torch.nn.Linear)
+        self._head = LossHead(head, chunk_tokens) if chunked else None
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if self._head is None:
+            return logits_cross_entropy(self.model(**inputs, use_cache=False).logits, batch["labels"])
+        self._head.labels = batch["labels"]
+        try:
+            returned = self.model(**inputs, use_cache=False).logits
+        finally:
+            self._head.labels = None
+        loss, self._head.result = self._head.result, None
+        if returned is loss:
+            return returned
+        # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
+        log.info("%s changes its logits after the head: they are computed whole", type(self.model).__name__)
+        self._head = None
+        return self.micro_batch_loss(batch)

@@ -1,0 +1,119 @@
+"""Cross-entropy of a linear head over a large vocabulary without the whole logits.
+
+The head's matrix product, the softmax and their gradients are computed for some rows at a time, so the logits of
+``(tokens, vocabulary)`` never exist whole. Gradients are formed in the forward pass, where the chunk's logits are
+at hand, so nothing is recomputed: the cost is that of the plain computation (Hsu et al. 2024, "Liger Kernel",
+arXiv:2410.10989, section 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.data.window import IGNORE_INDEX
+
+AUTO_CHUNK_BYTES = 64 << 20
+
+
+def chunk_rows(setting: int | str, vocabulary: int, rows: int) -> int:
+    """Rows of logits that exist at once; ``auto`` bounds float32 logits to 64 MiB, 0 takes all rows."""
+    if setting == "auto":
+        return max(1, min(rows, AUTO_CHUNK_BYTES // (4 * vocabulary)))
+    return min(int(setting), rows) if setting else rows
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        rows_at_once: int,
+    ) -> torch.Tensor:
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        want_any = want_hidden or want_weight or want_bias
+        several = rows_at_once < hidden.shape[0]
+        # Sums over several chunks are kept in fp32; one chunk is one product in the weight's own type.
+        sum_dtype = torch.float32 if several else weight.dtype
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if want_weight and several else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        for start in range(0, hidden.shape[0], rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            chunk, target = hidden[rows], labels[rows]
+            valid = target != IGNORE_INDEX
+            index = target.clamp_min(0).unsqueeze(1)
+            logits = F.linear(chunk, weight, bias).float()
+            normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
+            losses = normaliser - logits.gather(1, index)
+            total += torch.where(valid.unsqueeze(1), losses, 0.0).sum(dtype=torch.float64)
+            if not want_any:
+                continue
+            # d loss / d logits = softmax - one-hot, in the memory of the logits.
+            grad = logits.sub_(normaliser).exp_()
+            grad.scatter_add_(1, index, torch.full_like(losses, -1.0))
+            grad.mul_(valid.unsqueeze(1))
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[rows])
+            if want_weight:
+                if grad_weight is None:
+                    grad_weight = grad.t() @ chunk
+                else:
+                    grad_weight += (grad.t() @ chunk).to(sum_dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * grad_output.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad_output.to(grad_weight.dtype)).to(ctx.weight_dtype),
+            None if grad_bias is None else (grad_bias * grad_output.to(grad_bias.dtype)).to(ctx.bias_dtype),
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    chunk_tokens: int | str = "auto",
+) -> torch.Tensor:
+    """Sum of the cross-entropies of ``hidden @ weight.T + bias`` against ``labels``.
+
+    Args:
+        hidden: ``(..., width)``.
+        weight: ``(vocabulary, width)``, bias ``(vocabulary,)`` or None.
+        labels: ``(...)`` int64; ``IGNORE_INDEX`` rows count nothing.
+        chunk_tokens: rows of logits at once; see :func:`chunk_rows`.
+
+    Returns:
+        A float64 scalar.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    rows = chunk_rows(chunk_tokens, weight.shape[0], flat.shape[0])
+    result = _LinearCrossEntropy.apply(flat, weight, bias, labels.reshape(-1), rows)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def logits_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of whole ``logits`` ``(..., vocabulary)``; a float64 scalar."""
+    losses = F.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return losses.sum(dtype=torch.float64)
