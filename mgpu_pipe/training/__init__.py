@@ -1,0 +1,1 @@
+"""Assembles the training run: Trainer, optimizers, schedules, precision, metrics, progress."""

@@ -1,0 +1,217 @@
+"""``metrics.csv``: one row a logged step, written so that a killed process loses no row and leaves no half one.
+
+A row is one ``write`` of one whole line, so it reaches the kernel or it does not; :meth:`MetricsWriter.sync`
+brings it to the disk and is called before the manifest of its step is written. Power loss can still tear the end
+of the file: readers skip rows that are not whole, and :func:`truncate_after` and the writer cut them.
+No torch here: the launcher and the report read this file too.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mgpu_pipe.errors import RunFolderError
+
+METRIC_COLUMNS = (
+    "step",
+    "train/loss",
+    "train/grad_norm",
+    "lr",
+    "throughput/tokens_per_s",
+    "throughput/step_s",
+    "throughput/mfu",
+    "memory/peak_gib",
+    "val/loss",
+    "val/perplexity",
+)
+
+Number = float | int | None
+
+
+class MetricsWriter:
+    """Appends rows to a metrics file; creates it with its header, or goes on in one that an attempt left.
+
+    A file of another set of columns is rewritten with the columns of both, the new ones empty in old rows.
+
+    Args:
+        path: the file; its folder exists.
+        extra: columns besides :data:`METRIC_COLUMNS`, such as a callback's metrics.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, extra: Sequence[str] = ()) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        self._known: frozenset[str] = frozenset()
+        self._descriptor = -1
+        self._open([*METRIC_COLUMNS, *extra])
+
+    def append(self, row: Mapping[str, Number]) -> None:
+        """Write one row; columns that ``row`` lacks, or has None for, stay empty.
+
+        Raises:
+            ValueError: no ``step``, or a column that the file does not have (see :meth:`widen`).
+            RunFolderError: the disk is full or gone; the file ends at the row before.
+        """
+        if row.get("step") is None or not row.keys() <= self._known:
+            unknown = sorted(row.keys() - self._known)
+            raise ValueError(f"unknown metric columns {unknown}" if unknown else "a row of metrics needs its step")
+        get = row.get
+        line = (",".join([_cell(get(name)) for name in self.columns]) + "\n").encode()
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):  # only a disk that is nearly full takes part of a line
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            _cut_torn_tail(self._descriptor)
+            raise _unwritable(self.path, error) from error
+
+    def widen(self, extra: Sequence[str]) -> None:
+        """Add columns, empty in the rows so far. Rewrites the file: for the rare metric that turns up late."""
+        if not set(extra) <= self._known:
+            self.close()
+            self._open([*self.columns, *extra])
+
+    def sync(self) -> None:
+        """Return when every row written so far is on the disk."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, wanted: Sequence[str]) -> None:
+        for name in wanted:
+            if not name or any(ord(character) < 32 for character in name):
+                raise ValueError(f"{name!r} cannot be the name of a metric column")
+        try:
+            found, rows = _read_rows(self.path)
+            self.columns = list(dict.fromkeys([*found, *wanted]))
+            if self.columns != found:
+                _replace(self.path, self.columns, [[*row, *[""] * (len(self.columns) - len(row))] for row in rows])
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            _cut_torn_tail(self._descriptor)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._known = frozenset(self.columns)
+
+
+def read_metrics(path: Path) -> dict[str, list[float]]:
+    """Columns of a metrics file, in the file's order: floats, NaN where a cell is empty; ``step`` is ints.
+
+    Rows that are not whole (a torn last line) are left out. A file that is missing or empty gives ``{}``.
+    """
+    columns, rows = _read_rows(path)
+    table: dict[str, list[float]] = {}
+    for position, name in enumerate(columns):
+        parse: Callable[[str], float] = int if name == "step" else _parse
+        table[name] = [parse(row[position]) for row in rows]
+    return table
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Drop the rows of steps later than ``step``, and rows that are not whole; returns how many steps are kept.
+
+    Called before a resume, so that no step is there twice. The file is replaced at once, or not at all.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    columns, rows = _read_rows(path)
+    kept = [row for row in rows if int(row[columns.index("step")]) <= step]
+    if columns and _render(columns, kept) != path.read_bytes():
+        try:
+            _replace(path, columns, kept)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+    return len(kept)
+
+
+def _cell(value: Number) -> str:
+    if value is None:
+        return ""
+    # int() and float() first: the repr of a NumPy scalar names its type
+    return str(int(value)) if isinstance(value, int) else repr(float(value))
+
+
+def _parse(cell: str) -> float:
+    return float(cell) if cell else float("nan")
+
+
+def _read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Header and whole rows as text; ``([], [])`` for a file that is missing or has no whole header."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return [], []
+    whole = content[: content.rfind(b"\n") + 1].decode("utf-8", errors="replace").replace("\0", "")
+    lines = csv.reader(io.StringIO(whole, newline=""))
+    columns = next(lines, [])
+    if "step" not in columns:
+        return [], []
+    at = columns.index("step")
+    return columns, [row for row in lines if len(row) == len(columns) and _is_whole(row, at)]
+
+
+def _is_whole(row: list[str], step_at: int) -> bool:
+    try:
+        int(row[step_at])
+        for cell in row:
+            _parse(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _render(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue().encode()
+
+
+def _replace(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Put a file of these rows in the place of ``path``, on the disk before it can be seen."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(_render(columns, rows))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _cut_torn_tail(descriptor: int) -> None:
+    """Cut what follows the last newline, so that the next row starts on a line of its own."""
+    size = os.fstat(descriptor).st_size
+    end, block = size, 4096
+    while end > 0:
+        start = max(0, end - block)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(descriptor, end)
+
+
+def _unwritable(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(f"{path}: cannot write metrics ({error.strerror}); free space or make the folder writable")
