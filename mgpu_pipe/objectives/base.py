@@ -90,7 +90,7 @@ class Objective(pl.LightningModule):
         assert self._evaluated is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
         self._evaluated[0] += strategy.run_evaluation(window)
-        # Every rank knows the window's global count; adding it once more a rank is undone by the division.
+        # The count is the window's global one on every rank, so it is not summed over ranks.
         self._evaluated[1] += window.normalizer
 
     def on_validation_epoch_end(self) -> None:

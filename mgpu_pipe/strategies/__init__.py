@@ -1,0 +1,1 @@
+"""The Lightning Strategy plugins; thin: they call ``parallel/`` and ``checkpoint/``."""

@@ -1,0 +1,251 @@
+"""The mesh engine: one Lightning Strategy on a torch device mesh."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins.environments import TorchElasticEnvironment
+from pytorch_lightning.strategies import ParallelStrategy
+from torch.distributed.fsdp import FSDPModule
+
+from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
+from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.data import GradientReducer
+from mgpu_pipe.parallel.fully_shard import apply_fully_shard, set_gradient_sync
+from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
+from mgpu_pipe.topology import ParallelDims
+
+Materialise = Callable[[torch.nn.Module, torch.device], None]
+
+
+class NonFiniteStep(Exception):
+    """The loss or the gradient norm of a step is not finite; carries what, and the step's window."""
+
+    def __init__(self, what: str, window: StepWindow) -> None:
+        super().__init__(f"{what} at step {window.step + 1}")
+        self.what, self.window = what, window
+
+
+class MeshStrategy(ParallelStrategy):
+    """Runs whole optimizer steps on a mesh of processes.
+
+    The process group exists already when the strategy is made. ``fp32`` data parallelism keeps whole weights and sums
+    gradients by :class:`GradientReducer`; sharding and ``bf16`` go through FSDP2.
+
+    Args:
+        dims: the sizes of every axis.
+        device: this process's device.
+        precision: ``fp32`` or ``bf16``.
+        max_norm: largest global gradient norm, or None.
+        bucket_mib: size of a gradient bucket.
+        materialise: fills the parameters and buffers of a model that was built on the meta device, in place.
+        num_micro_batches: of a full window on this process.
+        stop_requested: whether this process was told to stop.
+    """
+
+    strategy_name = "mgpu_mesh"
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        precision: str = "fp32",
+        max_norm: float | None = None,
+        bucket_mib: float = 25.0,
+        materialise: Materialise | None = None,
+        num_micro_batches: int = 1,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(cluster_environment=TorchElasticEnvironment())
+        self.dims = dims
+        self._device = device
+        self._precision = precision
+        self._max_norm = max_norm
+        self._bucket_mib = bucket_mib
+        self._materialise = materialise
+        self._num_micro_batches = num_micro_batches
+        self._stop_requested = stop_requested
+        self._reducer: GradientReducer | None = None
+        self._sharded: FSDPModule | None = None
+        self._parameters: list[torch.nn.Parameter] = []
+
+    # -- what Lightning asks ------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._device
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        objective = self.objective
+        if not self._parameters:
+            self.parallelise(objective.model)
+        self.model = objective
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group.setdefault("initial_lr", group["lr"])
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Parameters are created where they belong."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, StepWindow) and self._device.type != "cpu":
+            batch.micro_batches = [
+                {name: value.to(self._device, non_blocking=True) for name, value in micro_batch.items()}
+                for micro_batch in batch.micro_batches
+            ]
+        return batch
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
+            return tensor
+        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        op = dist.ReduceOp.SUM if mean or reduce_op == "sum" else reduce_op
+        result = tensor.to(self._device).clone()
+        dist.all_reduce(result, op=op, group=group)
+        return result / self.world_size if mean else result
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send a JSON value from ``src`` to all; other types are refused, since nothing here is pickled."""
+        if self.world_size == 1:
+            return obj
+        payload = json.dumps(obj).encode() if self.global_rank == src else b""
+        size = torch.tensor([len(payload)], device=self._device)
+        dist.broadcast(size, src)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        if self.global_rank == src:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        dist.broadcast(data, src)
+        return json.loads(bytes(data.tolist()))
+
+    def teardown(self) -> None:
+        """Leave the model where it is: it is evaluated, sampled from or saved after the fit."""
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+
+    # -- assembling ---------------------------------------------------------------------------------------------
+
+    @property
+    def objective(self) -> Objective:
+        module = self.lightning_module
+        assert isinstance(module, Objective), "MeshStrategy trains subclasses of mgpu_pipe.objectives.base.Objective"
+        return module
+
+    def parallelise(self, model: torch.nn.Module) -> None:
+        """Split ``model`` over the mesh and fill its parameters. A collective call."""
+        if self.dims.dp_shard > 1 or self._precision != "fp32":
+            mesh = self.dims.device_mesh(self._device.type)["dp_replicate", "dp_shard"]
+            if self._materialise is not None:
+                self._materialise(model, self._device)
+            self._sharded = apply_fully_shard(model, mesh, self._precision)
+        else:
+            if self._materialise is not None:
+                self._materialise(model, self._device)
+            if self.dims.data_parallel_size > 1:
+                self._reducer = GradientReducer(model.parameters(), None, self._bucket_mib)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def run_step(self, window: StepWindow) -> StepResult:
+        """Forward and backward of all micro-batches, reduction, norm, finite check and clipping (not the update).
+
+        Raises:
+            NonFiniteStep: on every rank alike, before the update.
+        """
+        objective = self.objective
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, micro_batch in enumerate(window.micro_batches):
+            last = index == len(window.micro_batches) - 1
+            if self._reducer is not None:
+                self._reducer.start(last)
+            elif self._sharded is not None:
+                set_gradient_sync(self._sharded, last, self.dims.dp_shard > 1)
+            loss = objective.micro_batch_loss(micro_batch)
+            loss.backward(torch.full_like(loss, 1.0 / window.normalizer))
+            loss_sum += loss.detach()
+        return self._finish_step(window, loss_sum)
+
+    def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
+        used = self._reducer.finish() if self._reducer is not None else []
+        stop = 1.0 if self._stop_requested() else 0.0
+        # One small all-reduce tells every rank the loss, whether any is to stop, and which gradients exist.
+        facts = torch.cat([loss_sum.reshape(1), torch.tensor([stop, *map(float, used)], device=self._device)])
+        facts = self.sum_over_data(facts)
+        if self._reducer is not None:
+            self._reducer.drop(torch.nonzero(facts[2:] == 0).flatten().tolist())
+        norm = gradient_norm(self._parameters, self._device)
+        loss, stopping, norm_value = torch.stack([facts[0] / window.normalizer, facts[1], norm]).tolist()
+        if not _finite(loss):
+            raise NonFiniteStep("the loss", window)
+        if not _finite(norm_value):
+            raise NonFiniteStep("the gradient norm", window)
+        if self._max_norm is not None:
+            clip_gradients(self._parameters, norm_value, self._max_norm)
+        return StepResult(loss, norm_value, stopping > 0)
+
+    def zero_gradients(self) -> None:
+        if self._reducer is not None:
+            self._reducer.zero()
+        else:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
+        objective = self.objective
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        micro_batches = list(window.micro_batches)
+        if self.dims.dp_shard > 1:
+            # Sharded forward passes are collective: a rank with fewer micro-batches joins with empty ones.
+            filler = micro_batches[0] if micro_batches else self._filler
+            self._filler = {name: value.clone() for name, value in filler.items()}
+            self._filler["labels"].fill_(IGNORE_INDEX)
+            micro_batches += [self._filler] * (self._num_micro_batches - len(micro_batches))
+        for micro_batch in micro_batches:
+            total += objective.micro_batch_loss(micro_batch)
+        return total
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        if self.dims.data_parallel_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def model_pieces(self) -> list[Piece]:
+        """This rank's parts of the weights, as live tensors."""
+        return named_tensor_pieces(self.objective.model.named_parameters())
+
+    def optimizer_pieces(self) -> list[Piece]:
+        """This rank's parts of the optimizer state, as live tensors."""
+        return optimizer_pieces(self.objective.model, self.optimizers[0])
+
+    def gradient_pieces(self) -> list[Piece]:
+        """This rank's parts of the gradients, as live tensors."""
+        named = ((n, p.grad) for n, p in self.objective.model.named_parameters() if p.grad is not None)
+        return named_tensor_pieces(named)
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
