@@ -1,0 +1,1 @@
+"""Starts, watches, stops and restarts the workers of a run. Imports no torch; the worker's entry aside."""

@@ -1,0 +1,140 @@
+"""Which rank failed first, and how its error is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, MgpuError
+from mgpu_pipe.launch.workers import Exit, log_header
+
+TAIL_LINES = 25
+FOLLOWS_A_PEERS_END = (
+    "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
+    "timed out waiting", "socket timeout", "wait timeout", "gloo", "nccl", "tcpstore", "barrier",
+)  # fmt: skip
+"""What torch.distributed says on the ranks that outlive a failed one; its exceptions are plain RuntimeErrors."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end by an error.
+
+    Attributes:
+        at: seconds since the epoch.
+        follows: whether it looks like the consequence of another rank's end.
+    """
+
+    rank: int
+    type: str
+    message: str
+    traceback: str
+    exit_code: int
+    at: float
+    follows: bool
+    log: Path
+
+    @property
+    def can_be_retried(self) -> bool:
+        """A wrong input stays wrong, and a loss that became NaN becomes NaN again."""
+        return self.exit_code != EXIT_BAD_INPUT and self.type != "NonFiniteError"
+
+    def show(self) -> str:
+        """One line for an error that names its fix; else the traceback's end, the rank and its log."""
+        if not self.traceback:
+            return f"error: {self.message}"
+        lines = self.traceback.rstrip().splitlines()
+        tail = lines if len(lines) <= TAIL_LINES else ["  ...", *lines[-TAIL_LINES:]]
+        return "\n".join([*tail, f"error: rank {self.rank} failed first: {self.message} (log: {self.log})"])
+
+
+def write_error(path: Path, error: BaseException, rank: int) -> None:
+    """Leave ``error`` for the launcher, whole or not at all."""
+    known = isinstance(error, MgpuError)
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    record: dict[str, object] = {
+        "type": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+        "exit_code": EXIT_FAILURE,
+        "rank": rank,
+        "time": time.time(),
+        "traceback": "" if known else trace,
+        "follows": not known and follows_a_peers_end(error),
+    }
+    if isinstance(error, MgpuError):
+        record.update(json.loads(error.to_json()))
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def follows_a_peers_end(error: BaseException) -> bool:
+    """Whether ``error`` is what torch.distributed raises where another rank is gone."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "OutOfMemoryError" in names or not isinstance(error, (RuntimeError, OSError)):
+        return False
+    text = str(error).lower()
+    return "DistError" in names or any(sign in text for sign in FOLLOWS_A_PEERS_END)
+
+
+def first_failure(paths: RunPaths, exits: Iterable[Exit], attempt: int, killed_by_us: frozenset[int]) -> Failure:
+    """The failure that the others follow from: the earliest that is not itself a consequence.
+
+    Args:
+        exits: how the workers ended; at least one of them not well.
+        killed_by_us: ranks whose death by a signal was the launcher's doing.
+    """
+    failures = [
+        _read(paths, end, attempt)
+        for end in exits
+        if paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
+    ]
+    return min(failures, key=lambda failure: (failure.follows, failure.at))
+
+
+def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
+    log = paths.rank_log(end.rank)
+    path = paths.rank_error(end.rank)
+    if path.exists():
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Failure(
+            rank=end.rank, type=record["type"], message=record["message"], traceback=record["traceback"],
+            exit_code=record["exit_code"], at=record["time"], follows=record["follows"], log=log,
+        )  # fmt: skip
+    tail = log_tail(log, attempt)
+    message = f"ended with exit code {end.code}"
+    if end.code < 0:
+        message = f"killed by {_signal_name(-end.code)}"
+        if end.code == -signal.SIGKILL:
+            message += " (the kernel does that when memory runs out)"
+    # NCCL's watchdog aborts the process from a thread of its own, so that no exception is left
+    follows = end.code == -signal.SIGABRT and "processgroup" in tail.lower()
+    return Failure(
+        rank=end.rank, type="WorkerError", message=message, traceback=tail or "(its log is empty)",
+        exit_code=EXIT_FAILURE, at=end.seen_at, follows=follows, log=log,
+    )  # fmt: skip
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def log_tail(log: Path, attempt: int, longest: int = 65536) -> str:
+    """The last lines of this attempt's part of a rank's log."""
+    with log.open("rb") as file:
+        file.seek(max(0, os.path.getsize(log) - longest))
+        text = file.read().decode("utf-8", "replace")
+    _, header, rest = text.rpartition(log_header(attempt))
+    if header:
+        text = rest.partition("\n")[2]
+    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])

@@ -1,0 +1,56 @@
+"""``summary.json``: how a run ended. Replaced whole, so that a reader never meets half of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.paths import RunPaths
+
+if TYPE_CHECKING:
+    from mgpu_pipe.launch.distributed import World
+    from mgpu_pipe.training.run import TrainResult
+
+
+def read_summary(paths: RunPaths) -> dict[str, object]:
+    """The run's summary; empty where it has none yet."""
+    if not paths.summary.exists():
+        return {}
+    summary = json.loads(paths.summary.read_text(encoding="utf-8"))
+    return summary if isinstance(summary, dict) else {}
+
+
+def write_summary(paths: RunPaths, summary: Mapping[str, object]) -> None:
+    partial = paths.summary.with_suffix(".json.partial")
+    partial.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(partial, paths.summary)
+
+
+def write_finished(
+    paths: RunPaths, result: TrainResult, world: World, samples: Sequence[Mapping[str, str]], wall_s: float
+) -> None:
+    """What rank 0 knows at the end of training; the launcher adds the whole command's time.
+
+    Args:
+        wall_s: seconds since this attempt's worker began.
+    """
+    write_summary(
+        paths,
+        {
+            "status": result.status,
+            "step": result.step,
+            "world_size": world.world_size,
+            **result.summary,
+            "metrics": result.metrics,
+            "wall_s": wall_s,
+            "attempts": world.attempt,
+            "samples": list(samples),
+        },
+    )
+
+
+def amend_summary(paths: RunPaths, **changes: object) -> None:
+    """Change some entries and keep the rest."""
+    write_summary(paths, {**read_summary(paths), **changes})

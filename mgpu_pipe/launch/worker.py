@@ -1,0 +1,161 @@
+"""A worker's entry: ``python -m mgpu_pipe.launch.worker <run folder>``.
+
+It reads the run's frozen configuration; it is no Hydra application and never composes. What must hold from the
+first moment on (dying with the launcher, the stop flag) is set up before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED
+from mgpu_pipe.launch import stop
+from mgpu_pipe.launch.failure import write_error
+from mgpu_pipe.launch.parent_death import Lifeline
+from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.launch.distributed import World
+    from mgpu_pipe.training.run import TrainResult
+
+RESUME = "MGPU_RESUME"
+"""The step folder an attempt resumes from; unset starts fresh."""
+
+
+def main(folder: Path) -> int:
+    """Train in the locally launched world that the environment describes; returns the exit code."""
+    lifeline = Lifeline.attach(os.environ)
+    stop.install(second_leaves=False)
+    _settle_streams()
+    from mgpu_pipe.launch.distributed import World, launcher_store
+
+    paths, world = RunPaths(folder), World.from_environment(os.environ)
+    try:
+        _import_all()
+        if lifeline is not None:
+            lifeline.wait_for_go()
+        from mgpu_pipe.config.freeze import load
+
+        config = load(paths.config)
+        resume = os.environ.get(RESUME)
+        result = train_in(
+            world, config, paths, lambda: launcher_store(world, config.launch.collective_timeout),
+            resume=Path(resume) if resume else None,
+        )  # fmt: skip
+    except BaseException as error:
+        leave_error(paths, error, world.rank)
+        raise AssertionError("unreachable") from error
+    return EXIT_STOPPED if result.status == "stopped" else EXIT_OK
+
+
+def leave_error(paths: RunPaths, error: BaseException, rank: int) -> None:
+    """Hand ``error`` to the launcher and end this process as it is: peers and device are in no state to tidy up."""
+    write_error(paths.rank_error(rank), error, rank)
+    sys.__excepthook__(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(getattr(error, "exit_code", 1))
+
+
+def train_in(
+    world: World, config: RunConfig, paths: RunPaths, store: Callable[[], Store], *, resume: Path | None
+) -> TrainResult:
+    """Train inside ``world`` and, on rank 0, write the summary. Every rank makes this call.
+
+    Args:
+        store: makes the store of the process group.
+        resume: the step folder to go on from.
+    """
+    started = time.monotonic()
+    import torch
+
+    from mgpu_pipe.config.hardware import usable_gpus
+    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.launch.distributed import process_group
+    from mgpu_pipe.launch.summary import write_finished
+    from mgpu_pipe.training.run import train
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    device_type = config.trainer.accelerator
+    if device_type == "auto":
+        device_type = "cuda" if usable_gpus() else "cpu"
+    live = _live_stream() if world.rank == 0 else None
+    with process_group(world, store(), device_type, config.launch.collective_timeout):
+        prepared = prepare(config)
+        usual, sys.stderr = sys.stderr, live or sys.stderr
+        try:
+            result = train(
+                config, paths, prepared, stop_requested=stop.stop_requested, resume=resume, attempt=world.attempt
+            )
+        finally:
+            sys.stderr = usual
+        if world.rank == 0:
+            samples = _samples(config, result, prepared.tokenizer_folder) if result.status == "finished" else []
+            write_finished(paths, result, world, samples, time.monotonic() - started)
+    return result
+
+
+def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:
+    """The configured prompts, continued by the trained model."""
+    prompts = config.objective.sample_prompts
+    if not prompts:
+        return []
+    from mgpu_pipe.inference.generation import generate_text
+
+    texts = generate_text(
+        result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
+    )
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _import_all() -> None:
+    """What training needs, while the launcher prepares the data."""
+    import mgpu_pipe.data.prepare
+    import mgpu_pipe.training.run  # noqa: F401
+
+
+def _settle_streams() -> None:
+    """Lines reach the log as they are written; only this process, not what it executes, keeps the run's lock."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    for fd in filter(None, os.environ.get(INHERITED_FDS, "").split(",")):
+        os.set_inheritable(int(fd), False)
+
+
+def _live_stream() -> TextIO | None:
+    """Where progress is shown. Set up after the imports, so that libraries' log handlers keep to the log."""
+    if LIVE_FD not in os.environ:
+        return None
+    from mgpu_pipe.launch.live_output import LiveStream
+
+    fd, log = int(os.environ[LIVE_FD]), sys.stderr
+    os.set_inheritable(fd, False)
+
+    def to_log(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        (file or log).write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    warnings.showwarning = to_log
+    return LiveStream(log, fd)  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    code = main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

@@ -1,0 +1,185 @@
+"""One attempt's group of workers: started, released, signalled, reaped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.launch import parent_death
+
+HOST = "127.0.0.1"
+STORE_FD = "MGPU_STORE_FD"
+ATTEMPT = "MGPU_ATTEMPT"
+LIVE_FD = "MGPU_LIVE_FD"
+INHERITED_FDS = "MGPU_INHERITED_FDS"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker ended: ``code`` is its exit code, or minus the signal; ``seen_at`` in seconds since the epoch."""
+
+    rank: int
+    code: int
+    seen_at: float
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What every attempt of a run starts.
+
+    Attributes:
+        argv: the worker's command; a list, never a shell string.
+        world_size: workers, all on this host.
+        paths: the run's folder.
+        environment: variables over the launcher's own.
+        live_fd: where rank 0's standard error is shown as well; None shows it nowhere.
+        inherited_fds: descriptors every worker keeps open (the run's lock).
+    """
+
+    argv: Sequence[str]
+    world_size: int
+    paths: RunPaths
+    environment: Mapping[str, str] = field(default_factory=dict)
+    live_fd: int | None = None
+    inherited_fds: tuple[int, ...] = ()
+
+
+class WorkerGroup:
+    """The workers of one attempt. Must be started by the launcher's main thread, whose end they follow."""
+
+    def __init__(self, plan: WorkerPlan, attempt: int) -> None:
+        self.attempt = attempt
+        self.started_at = time.time()
+        self.exits: list[Exit] = []
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._lifelines: dict[int, int] = {}
+        plan.paths.logs.mkdir(exist_ok=True)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as store:
+            store.bind((HOST, 0))  # listening from here on: no other process can take the port
+            store.listen(max(128, plan.world_size))
+            try:
+                for rank in range(plan.world_size):
+                    self._start(plan, rank, store)
+            except BaseException:
+                self.kill()
+                raise
+
+    def _start(self, plan: WorkerPlan, rank: int, store: socket.socket) -> None:
+        plan.paths.rank_error(rank).unlink(missing_ok=True)
+        read_fd, write_fd = os.pipe()
+        parent_death.keep_from_forks(write_fd)
+        self._lifelines[rank] = write_fd
+        passed = [read_fd, *plan.inherited_fds]
+        environment = {
+            **os.environ,
+            **plan.environment,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(plan.world_size),
+            "LOCAL_WORLD_SIZE": str(plan.world_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(store.getsockname()[1]),
+            ATTEMPT: str(self.attempt),
+            parent_death.LAUNCHER_PID: str(os.getpid()),
+            parent_death.LIFELINE_FD: str(read_fd),
+            INHERITED_FDS: ",".join(map(str, plan.inherited_fds)),
+        }
+        if rank == 0:
+            passed.append(store.fileno())
+            environment[STORE_FD] = str(store.fileno())
+            if plan.live_fd is not None:
+                passed.append(plan.live_fd)
+                environment[LIVE_FD] = str(plan.live_fd)
+                environment.update(_terminal(plan.live_fd))
+        try:
+            with open_log(plan.paths.rank_log(rank), rank, plan.world_size, self.attempt) as log:
+                self._running[rank] = subprocess.Popen(
+                    list(plan.argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                    pass_fds=passed, start_new_session=True,
+                )  # fmt: skip
+        finally:
+            os.close(read_fd)
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return sorted(self._running)
+
+    def release(self) -> None:
+        """Tell the workers that data and folder are ready."""
+        for rank, fd in self._lifelines.items():
+            if rank in self._running:
+                try:
+                    os.write(fd, parent_death.GO)
+                except BrokenPipeError:
+                    continue  # it died already; reap() finds it
+
+    def reap(self) -> list[Exit]:
+        """Collect the workers that ended since the last call, and end what they left behind."""
+        found = []
+        for rank, process in list(self._running.items()):
+            # still unreaped, so its process group cannot be another's
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _kill_group(process.pid)
+            found.append(Exit(rank, process.wait(), time.time()))
+            del self._running[rank]
+            self._close_lifeline(rank)
+        self.exits += found
+        return found
+
+    def terminate(self) -> None:
+        """Ask the workers themselves, not their children, to save and leave."""
+        for process in self._running.values():
+            os.kill(process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End every worker and all it started, at once, and wait until they are gone."""
+        for process in self._running.values():
+            _kill_group(process.pid)
+        for rank, process in list(self._running.items()):
+            self.exits.append(Exit(rank, process.wait(), time.time()))
+            del self._running[rank]
+        for rank in list(self._lifelines):
+            self._close_lifeline(rank)
+
+    def _close_lifeline(self, rank: int) -> None:
+        fd = self._lifelines.pop(rank)
+        parent_death.forget(fd)
+        os.close(fd)
+
+
+def open_log(path: Path, rank: int, world_size: int, attempt: int) -> IO[bytes]:
+    """The rank's log, with a header line that separates this attempt from those before it."""
+    log = path.open("ab", buffering=0)
+    moment = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    log.write(f"{log_header(attempt)} rank {rank} of {world_size}, {moment}\n".encode())
+    return log
+
+
+def log_header(attempt: int) -> str:
+    return f"--- attempt {attempt}:"
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _terminal(fd: int) -> dict[str, str]:
+    """Tells rank 0 that what it shows reaches a terminal, and how large that is."""
+    if not os.isatty(fd):
+        return {}
+    size = os.get_terminal_size(fd)
+    return {"MGPU_TTY": "1", "COLUMNS": str(size.columns or 80), "LINES": str(size.lines or 24)}
