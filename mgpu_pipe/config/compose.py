@@ -1,0 +1,209 @@
+"""Composes a run's configuration through Hydra and converts it to the typed tree."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.config import resolvers
+from mgpu_pipe.config.convert import convert, to_plain
+from mgpu_pipe.config.interpolation import plain_values
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+    from omegaconf import DictConfig
+
+CONFIG_NAME = "config"
+SCHEMA_NODE = "mgpu_schema"
+HYDRA_VERSION = "1.3"
+JOB_NAME = "mgpu_pipe"
+MESSAGE_LENGTH = 400
+
+
+@dataclass
+class Composition:
+    """What became of a command line."""
+
+    config: RunConfig
+    """The typed configuration; keys with errors hold their defaults."""
+    overrides: list[str]
+    """The job's overrides, without those of Hydra's own."""
+    errors: list[BadInputError] = field(default_factory=list)
+    """Everything wrong with the overrides and the values."""
+    multirun: bool = False
+    """The configuration itself asks for a sweep (``hydra.mode=MULTIRUN``)."""
+
+
+def conf_dir() -> Path:
+    """The shipped Hydra tree: ``mgpu_pipe/conf`` in an installed wheel, ``conf`` in a source tree."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / f"{CONFIG_NAME}.yaml").is_file():
+            return folder
+    raise BadInputError(f"no conf/{CONFIG_NAME}.yaml beside {package}: install mgpu_pipe again")
+
+
+def compose(overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+    """Compose ``conf/config.yaml`` with ``overrides``.
+
+    Returns:
+        The typed configuration, and the overrides as Hydra took them.
+
+    Raises:
+        ConfigErrors: everything that is wrong with the overrides and the values.
+    """
+    composition = compose_checked(list(overrides))
+    if composition.errors:
+        raise ConfigErrors(composition.errors)
+    return composition.config, composition.overrides
+
+
+def compose_checked(
+    overrides: list[str], config_name: str = CONFIG_NAME, config_dir: str | None = None, conf: Path | None = None
+) -> Composition:
+    """Like :func:`compose`, with errors returned, so that a caller can add its own.
+
+    Args:
+        config_name: primary configuration (Hydra's ``--config-name``).
+        config_dir: a further folder of configurations (``--config-dir``).
+        conf: the Hydra tree; the shipped one by default (``--config-path``).
+    """
+    with hydra_session(config_dir, conf) as hydra:
+        good, errors = preprocess_checked(hydra, overrides, config_name)
+        with composition_errors():
+            composed = hydra.compose_config(
+                config_name=config_name, overrides=good, run_mode=_run_mode(), from_shell=False,
+                with_log_configuration=False,
+            )
+        mode = composed.hydra.mode
+        made = from_composed(composed, [item for item in good if not item.lstrip("+~").startswith("hydra")])
+        made.errors[:0] = errors
+        made.multirun = mode is not None and mode.name == "MULTIRUN"
+        return made
+
+
+def from_composed(composed: DictConfig, overrides: list[str]) -> Composition:
+    """Resolve and type a configuration that Hydra composed."""
+    values, unresolved = plain_values(composed)
+    named = {error.key for error in unresolved}
+    config, errors = convert(RunConfig, values)
+    return Composition(config, overrides, [*unresolved, *(error for error in errors if _key(error) not in named)])
+
+
+def _key(error: BadInputError) -> str:
+    return getattr(error, "key", "")
+
+
+def preprocess(arguments: Sequence[str]) -> list[str]:
+    """Check overrides against the schema and the groups, and make them ones that Hydra accepts.
+
+    Raises:
+        ConfigErrors: unknown keys and options, with the nearest valid ones.
+    """
+    with hydra_session() as hydra:
+        good, errors = preprocess_checked(hydra, list(arguments))
+    if errors:
+        raise ConfigErrors(errors)
+    return good
+
+
+def preprocess_checked(
+    hydra: Hydra, arguments: list[str], config_name: str = CONFIG_NAME
+) -> tuple[list[str], list[BadInputError]]:
+    """Like :func:`preprocess` within a session, with errors returned."""
+    from hydra.core.object_type import ObjectType
+
+    from mgpu_pipe.config.overrides import check_overrides
+
+    search_path = [item for item in arguments if item.lstrip("+").startswith("hydra.searchpath=")]
+
+    def lookup(group: str) -> tuple[list[str], list[str]]:
+        loader: Any = hydra.config_loader
+        with composition_errors():
+            return tuple(  # type: ignore[return-value]
+                loader.get_group_options(group, kind, config_name, search_path)
+                for kind in (ObjectType.CONFIG, ObjectType.GROUP)
+            )
+
+    return check_overrides(arguments, lookup)
+
+
+@contextmanager
+def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> Iterator[Hydra]:
+    """Hydra, set up with the shipped tree, the schema's defaults and the project's resolvers.
+
+    Args:
+        config_dir: a further folder, searched after the shipped tree.
+        conf: takes the place of the shipped tree.
+
+    Raises:
+        BadInputError: a folder that does not exist, or a search-path plug-in's complaint.
+    """
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+
+    version.setbase(HYDRA_VERSION)
+    register()
+    with composition_errors():
+        search_path = create_config_search_path(str(conf or conf_dir()))
+        if config_dir is not None:
+            folder = Path(config_dir).resolve()
+            if not folder.is_dir():
+                raise BadInputError(f"--config-dir {config_dir}: no such folder")
+            search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    GlobalHydra.instance().clear()
+    with composition_errors():
+        hydra = Hydra.create_main_hydra2(JOB_NAME, search_path)
+    try:
+        yield hydra
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def register() -> None:
+    """Give Hydra the schema's defaults, under which every key can be set without ``+``, and the resolvers."""
+    from hydra.core.config_store import ConfigStore
+
+    resolvers.register()
+    ConfigStore.instance().store(name=SCHEMA_NODE, node=to_plain(RunConfig()), provider="mgpu_pipe")
+
+
+@contextmanager
+def composition_errors() -> Iterator[None]:
+    """Turn what Hydra, OmegaConf and YAML refuse into one line; Hydra raises some of it as a bare ValueError.
+
+    Raises:
+        BadInputError: with the first of their words; the cause is kept.
+    """
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is not available", category=UserWarning)
+        try:
+            yield
+        except (HydraException, OmegaConfBaseException, YAMLError, UserWarning, ValueError) as error:
+            raise BadInputError(one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error and of its direct cause on one line."""
+    causes = [error, error.__cause__] if error.__cause__ is not None else [error]
+    text = ": ".join(" ".join(str(cause).split()) for cause in causes if str(cause).strip())
+    return text[:MESSAGE_LENGTH] or type(error).__name__
+
+
+def _run_mode() -> Any:
+    from hydra.types import RunMode
+
+    return RunMode.RUN

@@ -1,0 +1,231 @@
+"""Strict conversion of plain values to the dataclass tree, and back.
+
+Nothing is coerced but a whole number to a float. Every error of the whole tree is collected; each names the key's
+full path, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mgpu_pipe.config.interpolation import MISSING, written
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+
+T = TypeVar("T")
+Errors = list[ConfigError]
+
+
+class _Refused:
+    """Stands for a value that an error was recorded for."""
+
+
+REFUSED = _Refused()
+
+
+def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
+    """Convert ``mapping`` to an instance of the dataclass ``cls``; keys that are not given keep their defaults.
+
+    Args:
+        path: the dotted key at which ``mapping`` stands, for messages.
+
+    Raises:
+        ConfigErrors: unknown keys and wrong types, all of them.
+    """
+    instance, errors = convert(cls, mapping, path)
+    if errors:
+        raise ConfigErrors(errors)
+    return instance
+
+
+def convert(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> tuple[T, list[BadInputError]]:
+    """Like :func:`from_mapping`, but returns the errors; a refused key keeps its default in the instance."""
+    errors: Errors = []
+    instance = _dataclass(cls, mapping, path, errors)
+    return instance, list(errors)
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """The nested dictionary of a dataclass, as it may be written: texts of the environment as interpolations."""
+    return {
+        field.name: to_plain(value) if dataclasses.is_dataclass(value) else written(value)
+        for field in dataclasses.fields(config)
+        for value in (getattr(config, field.name),)
+    }
+
+
+@functools.lru_cache(maxsize=None)
+def hints(cls: type) -> dict[str, Any]:
+    """The resolved type of every field of a dataclass."""
+    return get_type_hints(cls)
+
+
+def schema_keys(cls: type = RunConfig, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key below ``cls`` with its type; sections come before their keys."""
+    for field in dataclasses.fields(cls):
+        key, hint = _join(path, field.name), hints(cls)[field.name]
+        yield key, hint
+        if dataclasses.is_dataclass(hint):
+            yield from schema_keys(hint, key)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=None)
+def all_keys() -> tuple[str, ...]:
+    return tuple(key for key, _ in schema_keys())
+
+
+def unknown_key(path: str, value: object) -> ConfigError:
+    """The error for a key that the schema does not have."""
+    close = nearest_key(path, all_keys())
+    fix = f"did you mean {close}?" if close else "see the keys with: mgpu-pipe schema"
+    return ConfigError(path, value, fix, "no such key")
+
+
+def _join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _dataclass(cls: Any, mapping: Any, path: str, errors: Errors) -> Any:
+    types_of = hints(cls)
+    given: dict[str, Any] = {}
+    for name, value in mapping.items():
+        key = _join(path, name)
+        if name not in types_of:
+            errors.append(unknown_key(key, _shown(value)))
+            continue
+        converted = _value(types_of[name], value, key, errors)
+        if converted is not REFUSED:
+            given[name] = converted
+    return cls(**given)
+
+
+def _value(hint: Any, value: Any, key: str, errors: Errors) -> Any:
+    """``value`` as ``hint`` wants it, or ``REFUSED`` with an error recorded."""
+    if isinstance(value, str) and value == MISSING:
+        errors.append(ConfigError(key, value, f"write {key}=<{_plain_name(hint)}>", "must be given"))
+        return REFUSED
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return _dataclass(hint, value, key, errors)
+        return _refuse(hint, value, key, errors)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _union(hint, value, key, errors)
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in get_args(hint)):
+            return value
+        return _refuse(hint, value, key, errors)
+    if origin is list:
+        return _list(hint, value, key, errors)
+    if origin is dict:
+        return _mapping(value, key, errors) if isinstance(value, Mapping) else _refuse(hint, value, key, errors)
+    if hint is Any:
+        return value
+    if hint is float and _is_number(value):
+        if math.isfinite(value):
+            return float(value)
+        errors.append(ConfigError(key, value, "use a finite number"))
+        return REFUSED
+    fits = type(value) is hint or (hint is str and isinstance(value, str)) or (hint is type(None) and value is None)
+    return value if fits else _refuse(hint, value, key, errors)
+
+
+def _union(hint: Any, value: Any, key: str, errors: Errors) -> Any:
+    for arm in get_args(hint):
+        attempt: Errors = []
+        converted = _value(arm, value, key, attempt)
+        if not attempt:
+            return converted
+    return _refuse(hint, value, key, errors)
+
+
+def _list(hint: Any, value: Any, key: str, errors: Errors) -> Any:
+    if not isinstance(value, list | tuple):
+        return _refuse(hint, value, key, errors)
+    (item_hint,) = get_args(hint)
+    items = [_value(item_hint, item, f"{key}[{index}]", errors) for index, item in enumerate(value)]
+    return REFUSED if any(item is REFUSED for item in items) else items
+
+
+def _mapping(value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, Any]:
+    """A free-form mapping: any plain values, text keys, nothing missing."""
+    found: dict[str, Any] = {}
+    for name, item in value.items():
+        where = _join(key, name)
+        if not isinstance(name, str):
+            errors.append(ConfigError(where, _shown(item), "write the name as text"))
+        elif isinstance(item, str) and item == MISSING:
+            errors.append(ConfigError(where, item, f"write {where}=<value>", "must be given"))
+        else:
+            found[name] = _mapping(item, where, errors) if isinstance(item, Mapping) else item
+    return found
+
+
+def _refuse(hint: Any, value: Any, key: str, errors: Errors) -> Any:
+    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    words = [str(choice) for arm in arms if get_origin(arm) is Literal for choice in get_args(arm)]
+    reason, fix = _diagnosis(arms, value, key)
+    if not fix and all(get_origin(arm) is Literal or arm is type(None) for arm in arms):
+        fix = choose_from(str(value), [*words, "null"] if type(None) in arms else words)
+    elif not fix:
+        close = nearest(value, words) if isinstance(value, str) else None
+        fix = f"did you mean {close}? (or use {type_name(hint)})" if close else f"use {type_name(hint)}"
+    errors.append(ConfigError(key, _shown(value), fix, reason))
+    return REFUSED
+
+
+def _diagnosis(arms: tuple[Any, ...], value: Any, key: str) -> tuple[str, str]:
+    """The reason and the fix of the common slips; empty where the type says it all."""
+    if value is None:
+        return "null is not a value of this key", ""
+    if isinstance(value, str) and (int in arms or float in arms) and _reads_as_number(value):
+        return "this is text, not a number", f"leave out the inner quotes: {key}={value}"
+    if str in arms and (_is_number(value) or isinstance(value, bool)):
+        text = str(value).lower() if isinstance(value, bool) else value
+        return "this is not text", f"quote it twice: {key}=\"'{text}'\""
+    if isinstance(value, float) and value.is_integer() and int in arms:
+        return "a whole number is wanted", f"write {int(value)}"
+    return "", ""
+
+
+def type_name(hint: Any) -> str:
+    """A type in words, as it stands in messages."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(type_name(arm) for arm in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(str(choice) for choice in get_args(hint))
+    if get_origin(hint) is list:
+        return "a list, [a,b,...]"
+    if get_origin(hint) is dict:
+        return "a mapping, {name: value}"
+    if dataclasses.is_dataclass(hint):
+        return f"the section's keys, e.g. {{{dataclasses.fields(hint)[0].name}: ...}}"
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(hint, str(hint))
+
+
+def _plain_name(hint: Any) -> str:
+    return type_name(hint).removesuffix(" or null").removeprefix("a ")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(value: Any) -> Any:
+    shown = written(value)
+    return f'"{shown}"' if isinstance(value, str) and _reads_as_number(value) else shown

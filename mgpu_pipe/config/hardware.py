@@ -1,0 +1,79 @@
+"""What this machine has, found without torch: GPUs, bf16 units, cores."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+
+
+@functools.lru_cache(maxsize=None)
+def _driver_gpus() -> int:
+    """GPUs the NVIDIA driver shows to this process (NVML's nvmlDeviceGetCount_v2); 0 without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        count = ctypes.c_uint(0)
+        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        nvml.nvmlShutdown()
+
+
+def gpu_count() -> int:
+    """GPUs that a process started here could use; honours ``CUDA_VISIBLE_DEVICES`` as CUDA does."""
+    driver = _driver_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or driver == 0:
+        return driver
+    usable: list[str] = []
+    for entry in visible.split(","):
+        name = entry.strip()
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < driver):
+            break  # CUDA ignores everything from the first invalid entry on
+        if name in usable:
+            return 0  # CUDA shows no device when one is listed twice
+        usable.append(name)
+    return len(usable)
+
+
+@functools.lru_cache(maxsize=None)
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA or ROCm, read from its version file."""
+    spec = PathFinder.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return bool(re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", text, flags=re.MULTILINE))
+
+
+def usable_gpus() -> int:
+    """GPUs that the installed torch can use."""
+    return gpu_count() if torch_has_cuda() else 0
+
+
+@functools.lru_cache(maxsize=None)
+def cpu_is_fast_at_bf16() -> bool:
+    """Whether the processor has bf16 matrix or vector units (``/proc/cpuinfo`` flags)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return False
+    return not BF16_CPU_FLAGS.isdisjoint(flags.split())
+
+
+def cpu_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

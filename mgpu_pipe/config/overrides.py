@@ -1,0 +1,145 @@
+"""Checks the overrides of the command line before Hydra sees them, and makes them ones that Hydra accepts.
+
+Hydra takes a misspelt key after ``+`` in silence, and stops at the first wrong option. Here every override's key
+is looked up in the schema and every group choice among the options there are (those of ``hydra.searchpath`` too),
+and all errors are reported together. Hydra's own parser reads the overrides, so that the grammar is Hydra's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, get_origin
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
+from hydra.errors import HydraException
+
+from mgpu_pipe.config.convert import hints, unknown_key
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.errors import BadInputError, ConfigError
+
+FREE_GROUPS = ("experiment",)
+"""Groups of the primary defaults list that are no section of the schema."""
+
+GroupLookup = Callable[[str], tuple[list[str], list[str]]]
+"""Given a group's name: its options and its sub-groups; the empty name is the root."""
+
+
+def check_overrides(arguments: list[str], lookup: GroupLookup) -> tuple[list[str], list[BadInputError]]:
+    """Split overrides into those that Hydra can take and the errors of the others.
+
+    Args:
+        arguments: overrides as typed.
+        lookup: tells the options and sub-groups of a configuration group.
+
+    Returns:
+        The good overrides, in order, with ``+`` dropped from or ``++`` put before keys where Hydra wants it so;
+        and one error for each of the others.
+    """
+    parser = OverridesParser.create()
+    groups = _groups(lookup)
+    good: list[str] = []
+    errors: list[BadInputError] = []
+    for argument in arguments:
+        try:
+            override = parser.parse_override(argument)
+        except HydraException as error:
+            errors.append(_unreadable(argument, error))
+            continue
+        if override.is_hydra_override() or override.key_or_group == "hydra":
+            good.append(argument)
+        elif override.key_or_group in groups or "/" in override.key_or_group:
+            wrong = _check_choice(override, groups, lookup)
+            errors.extend(wrong)
+            if not wrong:
+                good.append(_as_group_choice(override, argument))
+        else:
+            kind = _key_kind(override.key_or_group)
+            if kind == "unknown":
+                errors.append(_unknown(override, groups))
+            else:
+                good.append(_as_key(override, argument, kind))
+    return good, errors
+
+
+def _groups(lookup: GroupLookup) -> list[str]:
+    return [group for group in lookup("")[1] if group != "hydra"]
+
+
+def _unreadable(argument: str, error: HydraException) -> BadInputError:
+    if "=" not in argument:
+        return ConfigError(argument, "", f"write {argument}=<value>", "an override needs a value")
+    key, _, value = argument.partition("=")
+    reason = str(error).strip().splitlines()[0].removesuffix(".")
+    return ConfigError(key, value, f"quote the value: '{key}=\"...\"'", f"cannot be read ({reason})")
+
+
+def _choices(override: Override) -> Iterator[str]:
+    """The options an override names, of a sweep all; nothing where Hydra has to work them out."""
+    value = override.value()
+    named = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+    for one in named:
+        text = getattr(one, "text", one)
+        if isinstance(text, list):
+            yield from (str(getattr(item, "text", item)) for item in text)
+        elif isinstance(text, str) and "${" not in text:
+            yield text
+        elif text is None or isinstance(text, bool | int | float):
+            yield "none" if text is None else str(text)
+
+
+def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) -> list[BadInputError]:
+    group = override.key_or_group.strip("/")
+    if "/" in group and group.split("/")[0] not in groups:
+        return [ConfigError(group, _value_text(override), choose_from(group, groups), "no such group")]
+    if override.is_delete():
+        return []
+    options, _ = lookup(group)
+    return [
+        ConfigError(group, choice, choose_from(choice, options), "no such option")
+        for choice in _choices(override)
+        if choice.removesuffix(".yaml") not in options
+    ]
+
+
+def _as_group_choice(override: Override, argument: str) -> str:
+    in_defaults = override.key_or_group in hints(RunConfig) or override.key_or_group in FREE_GROUPS
+    if override.value() is None and override.type is not OverrideType.DEL:
+        argument = f"{override.get_key_element()}=none"  # Hydra takes no null here; the option none says the same
+    return argument.lstrip("+") if in_defaults and override.type is not OverrideType.DEL else argument
+
+
+def _key_kind(key: str) -> str:
+    """``schema`` for a key of the schema, ``free`` for one below a free-form mapping, else ``unknown``."""
+    hint: Any = RunConfig
+    for word in key.split("."):
+        if get_origin(hint) is dict:
+            return "free"
+        if not dataclasses.is_dataclass(hint) or word not in hints(hint):  # type: ignore[arg-type]
+            return "unknown"
+        hint = hints(hint)[word]  # type: ignore[arg-type]
+    return "schema"
+
+
+def _as_key(override: Override, argument: str, kind: str) -> str:
+    if override.type is OverrideType.DEL:
+        return argument
+    bare = argument.lstrip("+")
+    return f"++{bare}" if kind == "free" or argument.startswith("++") else bare
+
+
+def _unknown(override: Override, groups: list[str]) -> ConfigError:
+    """No such key; if it is one word that is like a group's name, that is meant."""
+    key = override.key_or_group
+    if "." not in key:
+        close = choose_from(key, groups)
+        if close.startswith("did you mean") and isinstance(override.value(), str):
+            return ConfigError(key, _value_text(override), close.split(" (")[0], "no such key or group")
+    return unknown_key(key, _value_text(override))
+
+
+def _value_text(override: Override) -> str:
+    line = override.input_line or ""
+    return line.partition("=")[2]

@@ -1,0 +1,50 @@
+"""Did-you-mean: the nearest valid word or key to a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+CUTOFF = 0.6
+
+
+def nearest(word: str, options: Iterable[str], cutoff: float = CUTOFF) -> str | None:
+    """The option most like ``word``, or None where none is like it."""
+    found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def choose_from(word: str, options: Iterable[str], listed: int = 24) -> str:
+    """A fix for a wrong choice: ``did you mean ddp? (one of ddp, single)``.
+
+    Args:
+        word: what was given.
+        options: the valid words; at most ``listed`` of them are shown.
+    """
+    names = sorted(set(options))
+    shown = ", ".join(names[:listed]) + (", ..." if len(names) > listed else "")
+    close = nearest(word, names)
+    return f"did you mean {close}? (one of {shown})" if close else f"use one of {shown}"
+
+
+def nearest_key(path: str, keys: Iterable[str]) -> str | None:
+    """The valid dotted key most like ``path``.
+
+    A key of the same section comes first, then a key anywhere whose last word is the one given (``lr`` is
+    ``optimizer.lr``), then the nearest whole path.
+    """
+    known = list(keys)
+    section, _, last = path.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    close = nearest(last, siblings)
+    if close:
+        return siblings[close]
+    same_word = [key for key in known if key.rpartition(".")[2] == last]
+    if same_word:
+        return nearest(path, same_word, cutoff=0.0)
+    whole = nearest(path, known)
+    if whole:
+        return whole
+    words = {key.rpartition(".")[2]: key for key in known}
+    close = nearest(last, words, cutoff=0.75)
+    return words[close] if close else None
