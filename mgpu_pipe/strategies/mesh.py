@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.data import GradientReducer
 from mgpu_pipe.parallel.fully_shard import apply_fully_shard, set_gradient_sync
 from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
+from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.topology import ParallelDims
 
 Materialise = Callable[[torch.nn.Module, torch.device], None]
@@ -46,7 +47,7 @@ class MeshStrategy(ParallelStrategy):
         max_norm: largest global gradient norm, or None.
         bucket_mib: size of a gradient bucket.
         materialise: fills the parameters and buffers of a model that was built on the meta device, in place.
-        num_micro_batches: of a full window on this process.
+        dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
     """
 
@@ -61,7 +62,7 @@ class MeshStrategy(ParallelStrategy):
         max_norm: float | None = None,
         bucket_mib: float = 25.0,
         materialise: Materialise | None = None,
-        num_micro_batches: int = 1,
+        dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(cluster_environment=TorchElasticEnvironment())
@@ -71,7 +72,7 @@ class MeshStrategy(ParallelStrategy):
         self._max_norm = max_norm
         self._bucket_mib = bucket_mib
         self._materialise = materialise
-        self._num_micro_batches = num_micro_batches
+        self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
         self._reducer: GradientReducer | None = None
         self._sharded: FSDPModule | None = None
@@ -174,6 +175,9 @@ class MeshStrategy(ParallelStrategy):
             NonFiniteStep: on every rank alike, before the update.
         """
         objective = self.objective
+        if self._dropout_seed is not None:
+            at = self.dims.data_parallel_rank(self.global_rank)
+            torch.manual_seed(step_seed(self._dropout_seed, window.step, at))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
             last = index == len(window.micro_batches) - 1
@@ -192,10 +196,13 @@ class MeshStrategy(ParallelStrategy):
         # One small all-reduce tells every rank the loss, whether any is to stop, and which gradients exist.
         facts = torch.cat([loss_sum.reshape(1), torch.tensor([stop, *map(float, used)], device=self._device)])
         facts = self.sum_over_data(facts)
-        if self._reducer is not None:
-            self._reducer.drop(torch.nonzero(facts[2:] == 0).flatten().tolist())
+        unused = facts[2:] == 0
         norm = gradient_norm(self._parameters, self._device)
-        loss, stopping, norm_value = torch.stack([facts[0] / window.normalizer, facts[1], norm]).tolist()
+        # One copy to the host for all that it decides.
+        scalars = torch.stack([facts[0] / window.normalizer, facts[1], norm, unused.sum().double()])
+        loss, stopping, norm_value, num_unused = scalars.tolist()
+        if self._reducer is not None and num_unused:
+            self._reducer.drop(torch.nonzero(unused).flatten().tolist())
         if not _finite(loss):
             raise NonFiniteStep("the loss", window)
         if not _finite(norm_value):
@@ -215,14 +222,7 @@ class MeshStrategy(ParallelStrategy):
     def run_evaluation(self, window: StepWindow) -> torch.Tensor:
         objective = self.objective
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        micro_batches = list(window.micro_batches)
-        if self.dims.dp_shard > 1:
-            # Sharded forward passes are collective: a rank with fewer micro-batches joins with empty ones.
-            filler = micro_batches[0] if micro_batches else self._filler
-            self._filler = {name: value.clone() for name, value in filler.items()}
-            self._filler["labels"].fill_(IGNORE_INDEX)
-            micro_batches += [self._filler] * (self._num_micro_batches - len(micro_batches))
-        for micro_batch in micro_batches:
+        for micro_batch in window.micro_batches:
             total += objective.micro_batch_loss(micro_batch)
         return total
 

@@ -1,0 +1,38 @@
+"""The one file that reaches into Lightning's loops (checked against pytorch-lightning 2.6).
+
+Lightning's own signal handling and its per-step signal broadcast are switched off: the step's own all-reduce
+carries the stop flag (see ``MeshStrategy.run_step``), and a handler that runs collectives stalls.
+"""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+
+NEVER = 1 << 62
+
+
+def quiet_signals(trainer: pl.Trainer) -> None:
+    """Leave signal handlers alone and send no signal flag around."""
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+def start_at_step(trainer: pl.Trainer, step: int) -> None:
+    """Let Lightning count optimizer steps and batches from ``step``, as one uninterrupted run does."""
+    loop = trainer.fit_loop.epoch_loop
+    counter = loop.manual_optimization.optim_step_progress.total
+    counter.ready = counter.completed = step
+    batches = loop.batch_progress.total
+    batches.ready = batches.started = batches.processed = batches.completed = step
+    loop._batches_that_stepped = step
+
+
+def evaluate_after_this_step(trainer: pl.Trainer, due: bool) -> None:
+    """Decide whether Lightning's validation loop runs after the current batch."""
+    trainer.val_check_batch = 1 if due else NEVER
+
+
+def stop_after_this_step(trainer: pl.Trainer) -> None:
+    """Leave the fit at this step's boundary, without the evaluation that Lightning runs on an early stop."""
+    trainer.should_stop = True
+    trainer.fit_loop.epoch_loop._skip_next_val = True

@@ -1,0 +1,52 @@
+"""Optimizers: parameter groups by weight decay, and the fused kernels where torch has them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mgpu_pipe.config.build import resolve_target
+from mgpu_pipe.config.schema import OptimizerConfig
+from mgpu_pipe.errors import ConfigError
+
+FUSED_ON_CPU = ("AdamW", "Adam", "SGD", "Adagrad")
+
+
+def decay_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups: matrices with weight decay; norms, biases and other vectors without."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if config.decay_norms_and_biases:
+        return [{"params": trainable, "weight_decay": config.weight_decay}]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def optimizer_factory(config: OptimizerConfig) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
+    """A function that builds the configured optimizer of a model that is already parallelised.
+
+    Raises:
+        ConfigError: ``_target_`` is not a subclass of ``torch.optim.Optimizer`` or an option is not its own.
+    """
+    node = {"_target_": config._target_, "lr": config.lr, **config.options}
+    cls, arguments = resolve_target(node, "torch.optim.Optimizer", "optimizer")
+    accepted = inspect.signature(cls).parameters
+    takes_decay = "weight_decay" in accepted
+    if config.weight_decay and not takes_decay:
+        raise ConfigError("optimizer.weight_decay", config.weight_decay, "use 0", f"{cls.__name__} has no weight decay")
+
+    def build(model: torch.nn.Module) -> torch.optim.Optimizer:
+        kwargs = dict(arguments)
+        if "fused" in accepted and "fused" not in kwargs and not kwargs.get("foreach"):
+            if cls.__name__ in FUSED_ON_CPU and cls.__module__.startswith("torch.optim."):
+                kwargs["fused"] = True
+        if not takes_decay:
+            return cls([p for p in model.parameters() if p.requires_grad], **kwargs)
+        return cls(decay_groups(model, config), **kwargs)
+
+    return build

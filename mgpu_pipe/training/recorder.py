@@ -1,0 +1,191 @@
+"""The callback that closes every optimizer step: its row of metrics, loggers, progress, checkpoint, and stop.
+
+A step is closed after its evaluation, where it has one, so that its row is whole and reaches the file before the
+manifest of its checkpoint is written (DESIGN 10).
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import statistics
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from mgpu_pipe.config.schema import TrainerConfig
+from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.objectives.base import StepResult
+from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, restore_weights
+from mgpu_pipe.training.lightning_loop import evaluate_after_this_step, start_at_step, stop_after_this_step
+from mgpu_pipe.training.metrics_file import MetricsWriter
+from mgpu_pipe.training.progress import Progress
+
+GIB = 1 << 30
+# Steps whose time is not counted in the run's throughput: allocator, kernels and caches warm up.
+WARM_UP_STEPS = 2
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of allocated device memory on CUDA, of the resident set of the process on CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+class StepRecorder(pl.Callback):
+    """See the module.
+
+    Args:
+        max_steps: the run's last (one-based) step.
+        start_step: steps done before this attempt.
+        writer, progress: on rank 0 only, None elsewhere.
+        model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
+        reader: checkpoint to take weights and optimizer state from, once both exist.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        max_steps: int,
+        start_step: int,
+        checkpointer: Checkpointer,
+        save_last: bool,
+        writer: MetricsWriter | None,
+        progress: Progress | None,
+        model_flops_utilisation: Any = None,
+        reader: Any = None,
+        resume_optimizer: bool = True,
+    ) -> None:
+        self._config = config
+        self.max_steps = max_steps
+        self._start_step = start_step
+        self._checkpointer = checkpointer
+        self._save_last = save_last
+        self._writer = writer
+        self._progress = progress
+        self._mfu = model_flops_utilisation
+        self._reader = reader
+        self._resume_optimizer = resume_optimizer
+        self._open: dict[str, Any] | None = None
+        self._step_seconds: list[float] = []
+        self._step_tokens: list[int] = []
+        self._mark = 0.0
+        self.step = start_step
+        self.stopped = False
+        self.metrics: dict[str, float] = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._reader is not None:
+            restore_weights(self._reader, trainer.strategy)  # type: ignore[arg-type]
+            if self._resume_optimizer:
+                restore_optimizer(self._reader, trainer.strategy)
+        start_at_step(trainer, self._start_step)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._progress is not None:
+            self._progress.start(self._start_step)
+        self._mark = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepWindow, batch_idx: int
+    ) -> None:
+        evaluate_after_this_step(trainer, self._evaluation_due(batch.step + 1))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepWindow, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        result: StepResult = outputs["result"]
+        self.step = batch.step + 1
+        if self.step > self._start_step + WARM_UP_STEPS:
+            self._step_seconds.append(seconds)
+            self._step_tokens.append(batch.normalizer)
+        tokens_per_s = batch.normalizer / seconds
+        self._open = {
+            "step": self.step,
+            "train/loss": result.loss,
+            "train/grad_norm": result.gradient_norm,
+            "lr": outputs["lr"],
+            "throughput/tokens_per_s": tokens_per_s,
+            "throughput/step_s": seconds,
+        }
+        if result.stop:
+            self.stopped = True
+            stop_after_this_step(trainer)
+        if result.stop or not self._evaluation_due(self.step):
+            self._close_step(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loss = float(trainer.callback_metrics["val/loss"])
+        evaluated = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+        self.metrics.update(evaluated)
+        if self._open is not None:
+            self._open.update(evaluated)
+            self._close_step(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._open is not None:
+            self._close_step(trainer)
+        unsaved = self._checkpointer.last_step != self.step and self.step > self._start_step
+        if unsaved and (self._save_last or self.stopped):
+            self._save(trainer)
+        if self._progress is not None:
+            self._progress.close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+    def throughput(self) -> dict[str, float]:
+        """Medians over the run, warm-up steps left out."""
+        if not self._step_seconds:
+            return {}
+        rates = [n / s for n, s in zip(self._step_tokens, self._step_seconds, strict=True)]
+        found = {
+            "throughput/tokens_per_s": statistics.median(rates),
+            "throughput/step_s": statistics.median(self._step_seconds),
+        }
+        if self._mfu is not None:
+            found["throughput/mfu"] = self._mfu(found["throughput/tokens_per_s"])
+        return found
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self._config.val_every_n_steps
+        return step == self.max_steps or (every is not None and step % every == 0)
+
+    def _close_step(self, trainer: pl.Trainer) -> None:
+        assert self._open is not None
+        row, self._open = self._open, None
+        self.metrics.update({key: row[key] for key in ("train/loss", "train/grad_norm", "lr")})
+        due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
+        if due and (self._writer is not None or trainer.loggers):
+            row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
+            if self._mfu is not None:
+                row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])
+            self._record(trainer, row)
+        if self._progress is not None:
+            self._progress.update(
+                row["step"], row["train/loss"], row["throughput/tokens_per_s"],
+                lr=row["lr"], val_loss=row.get("val/loss"),
+            )
+        if self._checkpointer.due(row["step"]):
+            self._save(trainer)
+        # Evaluation and saving are not the step's time.
+        self._mark = time.perf_counter()
+
+    def _record(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.append(row)
+        values = {key: value for key, value in row.items() if key != "step"}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=row["step"])
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        if self._writer is not None:
+            self._writer.sync()
+        self._checkpointer.save(trainer.strategy, self.step, dict(self.metrics))  # type: ignore[arg-type]

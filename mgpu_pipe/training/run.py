@@ -1,0 +1,321 @@
+"""One attempt of one run, inside a worker: assembles model, strategy, data and Trainer, and trains."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
+from mgpu_pipe.config.build import build
+from mgpu_pipe.config.freeze import config_hash
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, resolve_precision
+from mgpu_pipe.data.loader import evaluation_windows, train_windows
+from mgpu_pipe.data.prepare import PreparedData
+from mgpu_pipe.errors import ConfigError, NonFiniteError
+from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.parallel.randomness import uses_dropout
+from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
+from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.progress import Progress
+from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
+from mgpu_pipe.training.schedules import build_schedule
+
+
+@dataclass
+class TrainResult:
+    """What an attempt ended with."""
+
+    model: torch.nn.Module
+    status: str
+    """``finished`` or ``stopped`` (by a signal, after saving)."""
+    step: int
+    metrics: dict[str, float]
+    checkpoint: Path | None
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def train(
+    config: RunConfig,
+    paths: RunPaths,
+    prepared: PreparedData,
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
+    resume: Path | None = None,
+    attempt: int = 0,
+) -> TrainResult:
+    """Train from scratch, or from the step folder ``resume``, inside an initialised process group. Collective.
+
+    Raises:
+        NonFiniteError: the loss or the gradient norm is not finite; on every rank, before the update.
+        CheckpointError, CheckpointSaveError: a checkpoint cannot be read or written.
+    """
+    _quiet_lightning()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dims = ParallelDims.resolve(config.strategy, world_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    device = _device(config)
+    precision = resolve_precision(config)
+    torch.manual_seed(config.seed)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+
+    reader = CheckpointReader(resume, config.checkpoint.verify) if resume is not None else None
+    start_step = int(reader.state["step"]) if reader is not None else 0
+    max_steps = run_length(config, prepared)
+    total_steps = _horizon(config, reader, max_steps)
+
+    model, fill = _build_model(config, device)
+    objective = CausalLMObjective(
+        model,
+        optimizer_factory(config.optimizer),
+        build_schedule(config.scheduler, total_steps),
+        config.objective.loss_chunk_tokens,
+    )
+    strategy = MeshStrategy(
+        dims,
+        device,
+        precision=precision,
+        max_norm=config.trainer.gradient_clip_val,
+        bucket_mib=config.strategy.bucket_mib,
+        materialise=fill,
+        dropout_seed=config.seed if uses_dropout(model) else None,
+        stop_requested=stop_requested,
+    )
+    checkpointer = Checkpointer(
+        config.checkpoint,
+        paths,
+        {
+            "seed": config.seed,
+            "global_batch_size": plan.global_batch_size,
+            "total_steps": total_steps,
+            "world_size": world_size,
+            "topology": dims.as_dict(),
+            "precision": precision,
+            "data_digest": prepared.digest,
+            "config_hash": config_hash(config),
+        },
+    )
+    writer = _metrics_writer(paths, start_step) if rank == 0 else None
+    weights_only = reader is None and config.checkpoint.init_from is not None and not _starts_from_folder(config)
+    recorder = StepRecorder(
+        config.trainer,
+        max_steps=max_steps,
+        start_step=start_step,
+        checkpointer=checkpointer,
+        save_last=config.checkpoint.save_last,
+        writer=writer,
+        progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
+        model_flops_utilisation=_utilisation(model, config, device, precision, world_size),
+        reader=_weights_reader(config) if weights_only else reader,
+        resume_optimizer=not weights_only,
+    )
+    trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
+    held_out = evaluation_windows(config, prepared, plan, dims.data_parallel_rank(rank))
+    try:
+        if start_step < max_steps:
+            trainer.fit(
+                objective,
+                train_windows(
+                    config, prepared, plan, dims.data_parallel_rank(rank),
+                    start_sample=start_step * plan.global_batch_size, max_steps=max_steps,
+                ),
+                held_out if prepared.validation_samples else None,
+            )
+    except NonFiniteStep as step:
+        window = step.window
+        good = newest_valid(paths.checkpoints, "fallback", "size")
+        raise NonFiniteError(
+            step.what, window.step + 1, window.first_sample, window.first_sample + window.num_samples - 1,
+            good.path if good is not None else None,
+        ) from None
+    finally:
+        if writer is not None:
+            writer.sync()
+            writer.close()
+    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision)
+
+
+def run_length(config: RunConfig, prepared: PreparedData) -> int:
+    """The run's last optimizer step: ``trainer.max_steps``, or the whole steps in ``trainer.max_epochs``."""
+    if config.trainer.max_steps is not None:
+        return config.trainer.max_steps
+    if config.trainer.max_epochs is None:
+        raise ConfigError("trainer.max_steps", None, "give trainer.max_steps or trainer.max_epochs")
+    steps = config.trainer.max_epochs * prepared.train_samples // config.data.global_batch_size
+    if not steps:
+        raise ConfigError(
+            "trainer.max_epochs", config.trainer.max_epochs,
+            f"lower data.global_batch_size or raise max_epochs: {prepared.train_samples} training samples are "
+            f"not one step of {config.data.global_batch_size}",
+        )
+    return steps
+
+
+def _horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
+    if config.scheduler.total_steps is not None:
+        return config.scheduler.total_steps
+    return int(reader.state["total_steps"]) if reader is not None else max_steps
+
+
+def _device(config: RunConfig) -> torch.device:
+    if device_type(config) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _build_model(
+    config: RunConfig, device: torch.device
+) -> tuple[torch.nn.Module, Callable[[torch.nn.Module, torch.device], None] | None]:
+    """The model, and what fills it where it is still on the meta device."""
+    source = config.model
+    if _starts_from_folder(config):
+        source = replace(config.model, path=config.checkpoint.init_from)
+    if source.path is not None:
+        return load_pretrained(source, device), None
+
+    def fill(model: torch.nn.Module, device: torch.device) -> None:
+        materialise(model, config.seed, device)
+
+    return build_meta(config.model), fill
+
+
+def _starts_from_folder(config: RunConfig) -> bool:
+    """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
+    source = config.checkpoint.init_from
+    return source is not None and not (Path(source) / "manifest.json").exists() and (
+        Path(source) / "config.json"
+    ).exists()
+
+
+def _weights_reader(config: RunConfig) -> CheckpointReader:
+    assert config.checkpoint.init_from is not None
+    return CheckpointReader(resolve_source(config.checkpoint.init_from), config.checkpoint.verify)
+
+
+def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
+    if paths.metrics.exists():
+        truncate_after(paths.metrics, start_step)
+    return MetricsWriter(paths.metrics)
+
+
+def _utilisation(
+    model: torch.nn.Module, config: RunConfig, device: torch.device, precision: str, world_size: int
+) -> Callable[[float], float] | None:
+    """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known."""
+    if device.type != "cuda":
+        return None
+    peak = known_gpu_peak(torch.cuda.get_device_name(device), precision)
+    if peak is None:
+        return None
+    per_token = training_flops_per_token(model.config, config.data.seq_len)  # type: ignore[arg-type]
+    return lambda tokens_per_s: tokens_per_s * per_token / (peak * world_size)
+
+
+def _build_trainer(
+    config: RunConfig,
+    paths: RunPaths,
+    strategy: MeshStrategy,
+    recorder: StepRecorder,
+    max_steps: int,
+    device: torch.device,
+    rank: int,
+) -> pl.Trainer:
+    callbacks = [build(node, "pytorch_lightning.Callback", f"callbacks.{name}")
+                 for name, node in config.callbacks.items()]
+    loggers = []
+    if rank == 0:
+        defaults = {"save_dir": str(paths.root)}
+        loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", defaults=defaults)
+                   for name, node in config.logger.items()]
+    trainer = pl.Trainer(
+        accelerator=device.type,
+        devices=dist.get_world_size() // config.trainer.num_nodes,
+        num_nodes=config.trainer.num_nodes,
+        strategy=strategy,
+        max_steps=max_steps,
+        max_epochs=-1,
+        logger=loggers or False,
+        callbacks=[*callbacks, recorder],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        val_check_interval=NEVER,
+        inference_mode=False,
+    )
+    quiet_signals(trainer)
+    return trainer
+
+
+def _quiet_lightning() -> None:
+    """Keep Lightning's hints about settings that this program decides out of the user's output."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+
+
+def _result(
+    config: RunConfig,
+    prepared: PreparedData,
+    dims: ParallelDims,
+    plan: BatchPlan,
+    model: torch.nn.Module,
+    strategy: MeshStrategy,
+    recorder: StepRecorder,
+    checkpointer: Checkpointer,
+    precision: str,
+) -> TrainResult:
+    peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=strategy.root_device)
+    peaks[dist.get_rank()] = peak_memory_gib(strategy.root_device)
+    dist.all_reduce(peaks)
+    status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
+    metrics = {**recorder.metrics, **recorder.throughput()}
+    if prepared.unigram_perplexity is not None:
+        metrics["val/unigram_perplexity"] = prepared.unigram_perplexity
+    checkpoint = checkpointer.last_path
+    summary = {
+        "status": status,
+        "step": recorder.step,
+        "max_steps": recorder.max_steps,
+        "world_size": dims.world_size,
+        "topology": dims.as_dict(),
+        "strategy": config.strategy.name,
+        "precision": precision,
+        "metrics": metrics,
+        "checkpoint": str(checkpoint.relative_to(checkpoint.parents[1])) if checkpoint is not None else None,
+        "model": {
+            "name": config.model.name,
+            "class": type(model).__name__.removeprefix("FSDP"),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
+        "batch": {
+            "global_batch_size": plan.global_batch_size,
+            "micro_batch_size": plan.micro_batch_size,
+            "num_micro_batches": plan.num_micro_batches,
+            "data_parallel_size": plan.data_parallel_size,
+            "seq_len": config.data.seq_len,
+        },
+        "data": prepared.as_dict(),
+        "memory": {"peak_gib": peaks.tolist()},
+    }
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, summary)

@@ -1,0 +1,92 @@
+"""Real gloo processes for tests: forked from a server that imported everything once.
+
+``run_processes(world_size, function, *args)`` calls ``function(*args)`` in every process of a fresh process group and
+returns the ranks' results in order. The functions live in test modules (they travel by name).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytorch_lightning", "transformers",
+           "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
+           "transformers.models.qwen3.modeling_qwen3", "transformers.models.mixtral.modeling_mixtral",
+           "mgpu_pipe.training.run"]
+TIMEOUT_S = 240.0
+
+
+def _context() -> Any:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _entry(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+                      LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        result = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        # Plain pickling: multiprocessing's own would share memory that dies with this process.
+        out.send_bytes(pickle.dumps(("ok", result)))
+    except BaseException as error:
+        out.send_bytes(pickle.dumps(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
+    out.close()
+
+
+def run_processes(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Results of ``function(*args)`` by rank; raises AssertionError with the first failing rank's traceback."""
+    context = _context()
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_entry, args=(rank, world_size, str(Path(folder) / "store"), function, args, sender), daemon=True
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], processes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for rank, pipe in enumerate(pipes):
+            if rank in results or not pipe.poll(0.01):
+                continue
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise AssertionError(f"rank {rank} died, exit code {processes[rank].exitcode}") from None
+            assert kind == "ok", f"rank {rank}: {value}"
+            results[rank] = value
+        assert time.monotonic() < deadline, f"ranks {sorted(set(range(len(pipes))) - set(results))} did not finish"
+    return [results[rank] for rank in range(len(pipes))]
