@@ -1,0 +1,1 @@
+"""Hugging Face models: from a configuration or a folder, on the meta device, with keyed initialisation."""

@@ -1,0 +1,206 @@
+"""Models from a configuration or a local folder; with save.py and attention.py, all that touches transformers' API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.errors import ConfigError, ModelFolderError
+from mgpu_pipe.models.fields import check_model_config
+from mgpu_pipe.models.folder import check_model_folder, read_config_json
+from mgpu_pipe.models.keyed_init import InitRecipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def model_config(model: ModelConfig) -> PretrainedConfig:
+    """The transformers configuration of ``model``: its folder's or its type's, with ``model.config`` applied.
+
+    Always fp32 (the precision policy casts, not the model) and without a key-value cache.
+
+    Raises:
+        ConfigError: values that the configuration class refuses.
+        ConfigErrors: unknown type or fields.
+        ModelFolderError: a folder without a readable ``config.json``.
+    """
+    from transformers import AutoConfig
+
+    check_model_config(model)
+    fields: dict[str, Any] = {}
+    if model.path is not None:
+        fields.update(read_config_json(Path(model.path).expanduser()))
+        for remote in ("auto_map", "quantization_config"):
+            fields.pop(remote, None)
+    model_type = fields.pop("model_type", None) or model.type
+    for name, value in model.config.items():
+        fields[name] = {**fields[name], **value} if _both_mappings(fields.get(name), value) else value
+    try:
+        config = AutoConfig.for_model(model_type, **fields)
+    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise _refused(model, error) from error
+    config.dtype = torch.float32
+    config.use_cache = False
+    return config
+
+
+def build_meta(model: ModelConfig) -> PreTrainedModel:
+    """The model on the meta device: fp32 parameters, tied weights tied, in training mode."""
+    return _build_meta(model_config(model), model)
+
+
+def recipe_of(model: PreTrainedModel) -> InitRecipe:
+    """How ``model``'s tensors are initialised, recorded on a twin made from its configuration.
+
+    ``model`` itself may already be cut, sharded or moved: only its class and configuration are used.
+    """
+
+    def untied_twin() -> nn.Module:
+        with _without_tying():
+            return type(model)(model.config)
+
+    return InitRecipe.record(untied_twin, model.config.model_type)
+
+
+def materialise(model: PreTrainedModel, seed: int, device: torch.device | str) -> PreTrainedModel:
+    """Give a meta ``model`` its keyed initial parameters and its buffers on ``device``, in place; ties are kept.
+
+    Raises:
+        ConfigError: a tensor of this family has no initialisation that can be recorded.
+    """
+    recipe = recipe_of(model)
+    replaced: dict[torch.Tensor, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        value = draw_parameter(model, recipe, name, seed, device)
+        replaced[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                module._parameters[name] = replaced[old]
+    materialise_buffers(model, recipe, device)
+    return model
+
+
+def draw_parameter(
+    model: PreTrainedModel, recipe: InitRecipe, name: str, seed: int, device: torch.device | str = "cpu",
+    rows: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """The initial value of the parameter that ``named_parameters()`` calls ``name``, or a range of its rows.
+
+    A tied parameter takes its values from the side that transformers ties the others to, under ``name``'s key.
+    """
+    source = tied_sources(model).get(name, name)
+    if rows is None:
+        return recipe.draw(source, seed, device, key=name)
+    return recipe.draw_rows(source, seed, *rows, device, key=name)
+
+
+def tied_sources(model: PreTrainedModel) -> dict[str, str]:
+    """For each tied name, the name whose values it takes."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def materialise_buffers(model: nn.Module, recipe: InitRecipe, device: torch.device | str) -> None:
+    """Rebuild every meta buffer (rotary tables, masks) and every meta tensor held as a plain attribute, in place."""
+    for prefix, module in model.named_modules():
+        for holder in (module._buffers, module.__dict__):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    holder[name] = recipe.draw(f"{prefix}.{name}" if prefix else name, 0, device)
+
+
+def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
+    """The model of the local folder ``model.path`` with its safetensors weights, fp32, on ``device``.
+
+    Raises:
+        ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes (tied ones
+            excepted), e.g. because ``model.config`` changes the architecture.
+    """
+    if model.path is None:
+        raise ConfigError("model.path", None, "give a Hugging Face model folder")
+    folder = Path(model.path).expanduser()
+    check_model_folder(folder)
+    config = model_config(model)
+    meta = _build_meta(config, model)
+    loaded, info = type(meta).from_pretrained(
+        str(folder), config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False,
+        dtype=torch.float32, attn_implementation=meta.config._attn_implementation, output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    _check_loading(folder, info, set(tied_sources(loaded)))
+    loaded.config.use_cache = False
+    return loaded.to(device).train()
+
+
+def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    wanted = None if model.attn_implementation == "auto" else model.attn_implementation
+    try:
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config, attn_implementation=wanted, dtype=torch.float32)
+    except ImportError as error:
+        raise ConfigError(
+            "model.attn_implementation", model.attn_implementation, "install that package or use auto", _first_line(error)
+        ) from error
+    except (TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
+        if wanted is not None and "attention" in str(error).lower():
+            raise ConfigError("model.attn_implementation", wanted, "use auto", _first_line(error)) from error
+        raise _refused(model, error) from error
+    return built.train()
+
+
+def _refused(model: ModelConfig, error: Exception) -> ConfigError:
+    given = json.dumps(model.config, default=str)
+    return ConfigError(
+        "model.config", given, "change those fields", f"transformers refuses it: {_first_line(error)}"
+    )
+
+
+def _check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None:
+    """Raise for tensors that did not find their place, each kind listed with its first names."""
+    mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - tied - mismatched
+    problems = [
+        f"{len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
+        for kind, names in (
+            ("missing", missing), ("unexpected", set(info["unexpected_keys"])), ("of another shape", mismatched),
+        )
+        if names
+    ]  # fmt: skip
+    problems += [_first_line(message) for message in info.get("error_msgs") or []]
+    if problems:
+        raise ModelFolderError(
+            f"model.path={folder}: the weights do not fit the configuration; tensors {'; '.join(problems)}; "
+            "check config.json and the model.config overrides"
+        )
+
+
+def _both_mappings(*values: object) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
+
+
+def _first_line(error: object) -> str:
+    """The first telling line of a library's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:300] if lines else type(error).__name__
+
+
+@contextmanager
+def _without_tying() -> Iterator[None]:
+    """Build models whose tied parameters are still separate, so that each records its own initialisation."""
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.tie_weights
+    PreTrainedModel.tie_weights = lambda self, *args, **kwargs: None
+    try:
+        yield
+    finally:
+        PreTrainedModel.tie_weights = original

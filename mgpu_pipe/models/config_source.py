@@ -1,0 +1,183 @@
+"""The fields of transformers' configuration classes, read from their source.
+
+Importing one costs seconds and takes an unknown keyword in silence; parsing the few files takes milliseconds and
+needs neither torch nor transformers to be imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+NO_DEFAULT = object()
+"""Stands for a default that is not a literal."""
+BASE_CLASSES = {"PreTrainedConfig": "configuration_utils.py", "PretrainedConfig": "configuration_utils.py"}
+PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)|^\s*"([^"]+)":\s*"([^"]+)"', re.MULTILINE)
+
+
+@dataclass
+class ConfigClass:
+    """What the source of one configuration class says, its bases included."""
+
+    annotations: dict[str, ast.expr] = field(default_factory=dict)
+    """Declared fields; their annotation."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Literal defaults of the fields; NO_DEFAULT for others."""
+    keywords: set[str] = field(default_factory=set)
+    """Further keywords that the class takes: constructor arguments, names it picks from ``kwargs``."""
+    attribute_map: dict[str, str] = field(default_factory=dict)
+    """Standard names for its own, e.g. hidden_size -> n_embd."""
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.annotations) | self.keywords | set(self.attribute_map)
+
+
+@lru_cache(maxsize=1)
+def package_folder() -> Path | None:
+    """Where transformers lies, without importing it; None where it is not installed."""
+    spec = find_spec("transformers")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return Path(places[0]) if places else None
+
+
+@lru_cache(maxsize=8)
+def auto_mapping(name: str) -> dict[str, str]:
+    """A table of ``transformers.models.auto`` such as ``CONFIG_MAPPING_NAMES``: model_type -> class or module."""
+    folder = package_folder()
+    found: dict[str, str] = {}
+    for file in ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py"):
+        path = folder / "models" / "auto" / file if folder else None
+        if path is None or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        for match in re.finditer(rf"^{name}\b(?:[^\n=]*=\s*OrderedDict|\.update)\((.*?)^\)", text, re.MULTILINE | re.DOTALL):
+            for key, value, other_key, other_value in PAIR.findall(match.group(1)):
+                found[key or other_key] = value or other_value
+        for match in re.finditer(rf"^{name} = OrderedDict\(\*\*\{{\"([^\"]+)\": \"([^\"]+)\"\}}", text, re.MULTILINE):
+            found[match.group(1)] = match.group(2)
+    return found
+
+
+@lru_cache(maxsize=16)
+def config_class(model_type: str) -> ConfigClass | None:
+    """The configuration class of ``model_type``; None where transformers has none in its usual place."""
+    folder, class_name = package_folder(), auto_mapping("CONFIG_MAPPING_NAMES").get(model_type)
+    if folder is None or class_name is None:
+        return None
+    module = auto_mapping("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model_type, model_type.replace("-", "_"))
+    own = folder / "models" / module / f"configuration_{module}.py"
+    others = sorted((folder / "models").glob("*/configuration_*.py")) if not own.is_file() else []
+    for file in (own, *others):
+        if file.is_file() and f"class {class_name}(" in file.read_text(encoding="utf-8"):
+            return _read_class(file, class_name, folder)
+    return None
+
+
+def rope_parameter_names() -> set[str]:
+    """Keys that ``rope_parameters`` takes."""
+    folder = package_folder()
+    file = folder / "modeling_rope_utils.py" if folder else None
+    node = _class_node(file, "RopeParameters") if file and file.is_file() else None
+    return set() if node is None else {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
+
+
+def _class_node(file: Path, class_name: str) -> ast.ClassDef | None:
+    """The class statement, parsed alone: the files around it are long."""
+    text = file.read_text(encoding="utf-8")
+    match = re.search(rf"^class {class_name}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    if match is None:
+        return None
+    parsed = ast.parse(match.group(0)).body[0]
+    return parsed if isinstance(parsed, ast.ClassDef) else None
+
+
+def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:
+    found = ConfigClass()
+    node = _class_node(file, class_name)
+    if node is None:
+        return found
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            _merge(found, _read_base(file, base.id, folder))
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            if "ClassVar" not in ast.unparse(item.annotation):
+                found.annotations[item.target.id] = item.annotation
+                found.defaults[item.target.id] = _literal_default(item.value)
+        elif isinstance(item, ast.Assign):
+            _read_attribute_map(item, found)
+        elif isinstance(item, ast.FunctionDef):
+            _read_method(item, found)
+    rope_shorthands = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+    found.keywords = found.keywords | rope_shorthands if "rope_parameters" in found.annotations else (
+        found.keywords - rope_shorthands
+    )
+    found.keywords = {name for name in found.keywords if not name.startswith("_")} - {"self", "kwargs"}
+    return found
+
+
+def _read_base(file: Path, base: str, folder: Path) -> ConfigClass:
+    if base in BASE_CLASSES:
+        return _read_class(folder / BASE_CLASSES[base], "PreTrainedConfig", folder)
+    text = file.read_text(encoding="utf-8")
+    if re.search(rf"^class {base}\b", text, re.MULTILINE):
+        return _read_class(file, base, folder)
+    imported = re.search(rf"^from (\.+)([\w.]+) import [^\n]*\b{base}\b", text, re.MULTILINE)
+    if imported is None:
+        return ConfigClass()
+    start = file.parents[len(imported.group(1)) - 1]
+    target = start.joinpath(*imported.group(2).split(".")).with_suffix(".py")
+    return _read_class(target, base, folder) if target.is_file() else ConfigClass()
+
+
+def _merge(into: ConfigClass, other: ConfigClass) -> None:
+    into.annotations.update(other.annotations)
+    into.defaults.update(other.defaults)
+    into.keywords |= other.keywords
+    into.attribute_map.update(other.attribute_map)
+
+
+def _read_attribute_map(item: ast.Assign, found: ConfigClass) -> None:
+    target = item.targets[0]
+    if isinstance(target, ast.Name) and target.id == "attribute_map" and isinstance(item.value, ast.Dict):
+        found.attribute_map.update(ast.literal_eval(item.value))
+
+
+def _read_method(item: ast.FunctionDef, found: ConfigClass) -> None:
+    if item.name == "__init__":
+        found.keywords |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
+    if any(isinstance(one, ast.Attribute) and one.attr == "setter" for one in item.decorator_list):
+        found.keywords.add(item.name)
+    if item.name not in ("__init__", "__post_init__"):
+        return
+    for call in ast.walk(item):
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr in ("pop", "get")
+            and isinstance(call.func.value, ast.Name)
+            and call.func.value.id == "kwargs"
+            and call.args
+            and isinstance(call.args[0], ast.Constant)
+        ):
+            found.keywords.add(str(call.args[0].value))
+
+
+def _literal_default(value: ast.expr | None) -> Any:
+    """The default of a field: a literal, or the ``default=`` of a validator call such as ``interval(...)(...)``."""
+    if isinstance(value, ast.Call):
+        value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    if value is None:
+        return NO_DEFAULT
+    try:
+        return ast.literal_eval(value)
+    except ValueError:
+        return NO_DEFAULT

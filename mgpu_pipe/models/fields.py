@@ -1,0 +1,182 @@
+"""Checks ``model.type`` and ``model.config.*`` against the model's own configuration class, without torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.models.config_source import (
+    NO_DEFAULT,
+    ConfigClass,
+    auto_mapping,
+    config_class,
+    package_folder,
+    rope_parameter_names,
+)
+from mgpu_pipe.models.folder import read_config_json
+
+SET_ELSEWHERE = {
+    "attn_implementation": "use model.attn_implementation",
+    "dtype": "use precision=fp32 or precision=bf16",
+    "torch_dtype": "use precision=fp32 or precision=bf16",
+    "model_type": "use model.type",
+    "name_or_path": "use model.path",
+}
+"""Fields of every configuration class that this program sets by a key of its own."""
+WIDTH_IS_HEADS = {"gpt2", "llama", "mistral", "mixtral", "qwen2"}
+"""Types whose head size, where it is not given, is hidden_size / num_attention_heads."""
+PRIMITIVES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "list": (list,), "dict": (dict,),
+    "tuple": (list, tuple), "None": (type(None),),
+}  # fmt: skip
+
+
+def model_types() -> list[str]:
+    """Every model_type of which transformers has a causal language model."""
+    return sorted(auto_mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+
+
+def config_fields(model_type: str) -> set[str] | None:
+    """Every keyword that the configuration class of ``model_type`` knows, or None where its source is not found."""
+    found = config_class(model_type)
+    return None if found is None else found.names - set(SET_ELSEWHERE)
+
+
+def check_model_config(model: ModelConfig) -> None:
+    """Raise for whatever about ``model`` can be known to be wrong from the source of its configuration class.
+
+    Raises:
+        ConfigErrors: neither or both of ``model.type`` and ``model.path``, an unknown type, an unknown field (with
+            the nearest known one), a value of another type than the field's, heads that do not divide.
+        ModelFolderError: ``model.path`` has no readable ``config.json``.
+    """
+    errors: list[BadInputError] = []
+    if model.type is None and model.path is None:
+        errors.append(ConfigError("model.type", None, "choose a model, e.g. model=llama_tiny, or give model.path"))
+    elif model.type is not None and model.path is not None:
+        errors.append(ConfigError("model.type", model.type, "leave it out: model.path names the model's folder"))
+    if errors:
+        raise ConfigErrors(errors)
+    if package_folder() is None:
+        raise ConfigErrors([ConfigError("model.type", model.type, "install transformers")])
+    model_type = _model_type(model)
+    if model_type not in model_types():
+        key, given = ("model.type", model.type) if model.path is None else ("model.path", model.path)
+        close = nearest(model_type, model_types())
+        fix = f"did you mean {close}?" if close else "use a causal language model that transformers knows"
+        raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no causal language model {model_type}")])
+    known = config_class(model_type)
+    if known is not None:
+        errors = [error for name, value in model.config.items() for error in _check_field(known, name, value)]
+        errors += [] if errors else _check_heads(resolved_fields(model), known.attribute_map)
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def resolved_fields(model: ModelConfig) -> dict[str, Any]:
+    """The model's fields as far as the source tells: literal defaults, the folder's ``config.json``, overrides.
+
+    Standard names (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ...) stand beside the class's own.
+    A composite model's fields are those of its ``text_config``.
+    """
+    fields: dict[str, Any] = {}
+    if model.path is not None:
+        fields.update(read_config_json(Path(model.path).expanduser()))
+    known = config_class(_model_type(model)) or ConfigClass()
+    own_names = known.attribute_map
+    given = {**{own_names.get(name, name): value for name, value in fields.items()},
+             **{own_names.get(name, name): value for name, value in model.config.items()}}  # fmt: skip
+    defaults = {own_names.get(name, name): value for name, value in known.defaults.items() if value is not NO_DEFAULT}
+    found = {**defaults, **given}
+    nested = found.get("text_config")
+    if isinstance(nested, Mapping):
+        found = {**found, **nested}
+    found.update({standard: found[own] for standard, own in own_names.items() if own in found})
+    return {**found, "model_type": _model_type(model)}
+
+
+def _model_type(model: ModelConfig) -> str:
+    if model.path is None:
+        return str(model.type)
+    return str(read_config_json(Path(model.path).expanduser())["model_type"])
+
+
+def _check_field(known: ConfigClass, name: str, value: Any) -> list[BadInputError]:
+    key = f"model.config.{name}"
+    if name in SET_ELSEWHERE:
+        return [ConfigError(key, value, SET_ELSEWHERE[name])]
+    if name not in known.names:
+        close = nearest(name, known.names - set(SET_ELSEWHERE))
+        fix = f"did you mean model.config.{close}?" if close else "leave it out"
+        return [ConfigError(key, value, fix, "the model's configuration has no such field")]
+    annotation = known.annotations.get(known.attribute_map.get(name, name))
+    if annotation is not None and not _accepts(annotation, value):
+        return [ConfigError(key, value, f"give {_described(annotation)}", "wrong type")]
+    if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
+        return _check_rope(key, value)
+    return []
+
+
+def _check_rope(key: str, value: Mapping[str, Any]) -> list[BadInputError]:
+    """Misspelt rope keys; entries that are mappings are per layer type and hold such keys themselves."""
+    known = rope_parameter_names()
+    if not known:
+        return []
+    errors: list[BadInputError] = []
+    for name, entry in value.items():
+        if isinstance(entry, Mapping):
+            errors += _check_rope(f"{key}.{name}", entry)
+        elif name not in known and name != "type" and (close := nearest(name, known)):
+            errors.append(ConfigError(f"{key}.{name}", entry, f"did you mean {close}?", "no such rope parameter"))
+    return errors
+
+
+def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> list[BadInputError]:
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    heads, key_value, width = (fields.get(name) for name in names)
+    heads_key, key_value_key, width_key = (f"model.config.{own_names.get(name, name)}" for name in names)
+    errors: list[BadInputError] = []
+    if not _positive(heads):
+        return errors
+    if _positive(key_value) and heads % key_value:
+        reason = f"does not divide {heads_key}={heads}"
+        errors.append(ConfigError(key_value_key, key_value, f"use a divisor of {heads}", reason))
+    if fields["model_type"] in WIDTH_IS_HEADS and _positive(width) and not fields.get("head_dim") and width % heads:
+        reason = f"not a multiple of {heads_key}={heads}"
+        errors.append(ConfigError(width_key, width, f"use {max(width // heads, 1) * heads}", reason))
+    return errors
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _alternatives(annotation: ast.expr) -> list[ast.expr]:
+    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
+        return _alternatives(annotation.left) + _alternatives(annotation.right)
+    return [annotation]
+
+
+def _accepts(annotation: ast.expr, value: Any) -> bool:
+    """Whether ``value`` may have that type; True for annotations that are not understood here."""
+    for one in _alternatives(annotation):
+        base = one.value if isinstance(one, ast.Subscript) else one
+        name = "None" if isinstance(one, ast.Constant) and one.value is None else getattr(base, "id", "")
+        if name == "Literal" and isinstance(one, ast.Subscript):
+            if value in ast.literal_eval(one.slice if isinstance(one.slice, ast.Tuple) else ast.Tuple([one.slice])):
+                return True
+        elif name not in PRIMITIVES:
+            return True
+        elif isinstance(value, PRIMITIVES[name]) and (name == "bool" or not isinstance(value, bool)):
+            return True
+    return False
+
+
+def _described(annotation: ast.expr) -> str:
+    names = [ast.unparse(one) for one in _alternatives(annotation)]
+    return " or ".join("null" if name == "None" else name for name in names)
