@@ -5,7 +5,9 @@ Every engine's sharding is boxes (DESIGN 9). A :class:`Piece` is a box with the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +26,11 @@ class Box:
     def key(self) -> str:
         """The entry's name in a file: ``name@o0,o1``; ``name@`` for a scalar."""
         return f"{self.name}@{','.join(map(str, self.offsets))}"
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> Box:
@@ -53,3 +60,38 @@ class Piece:
     box: Box
     global_shape: tuple[int, ...]
     tensor: torch.Tensor
+
+
+def tiling_fault(global_shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why ``boxes`` do not cover every element of a tensor exactly once; None if they do.
+
+    Boxes that lie inside, do not overlap and have the tensor's volume together leave no gap.
+    """
+    for box in boxes:
+        if len(box.offsets) != len(global_shape) or len(box.shape) != len(global_shape):
+            return f"{box.key} does not have the {len(global_shape)} dimensions of the tensor"
+        for offset, size, limit in zip(box.offsets, box.shape, global_shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > limit:
+                return f"{box.key} of shape {list(box.shape)} leaves the tensor of shape {list(global_shape)}"
+    overlap = _first_overlap(len(global_shape), boxes)
+    if overlap:
+        return f"{overlap[0].key} and {overlap[1].key} overlap"
+    covered, volume = sum(box.volume for box in boxes), prod(global_shape)
+    if covered != volume or not boxes:
+        return f"{len(boxes)} boxes hold {covered} of the {volume} elements"
+    return None
+
+
+def _first_overlap(dims: int, boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Sweep along the dim with the most cuts: only boxes that are open at the same place there are compared."""
+    if dims == 0:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    dim = max(range(dims), key=lambda d: len({box.offsets[d] for box in boxes}))
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        active = [other for other in active if other.offsets[dim] + other.shape[dim] > box.offsets[dim]]
+        for other in active:
+            if other.intersection(box):
+                return other, box
+        active.append(box)
+    return None

@@ -1,0 +1,172 @@
+"""SHA-256 of every 4 MiB chunk of a file: taken while writing, checked while reading."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mgpu_pipe.checkpoint import files
+from mgpu_pipe.errors import CheckpointError
+
+CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size in bytes and the SHA-256 of each of its chunks; the last chunk may be short."""
+
+    size: int
+    sha256: tuple[str, ...]
+
+
+class ChunkHasher:
+    """Hashes a stream of bytes chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._finished: list[str] = []
+        self._current = hashlib.sha256()
+        self._size = 0
+
+    def update(self, data: files.Buffer) -> None:
+        rest = memoryview(data)
+        while rest.nbytes:
+            space = CHUNK_BYTES - self._size % CHUNK_BYTES
+            part, rest = rest[:space], rest[space:]
+            self._current.update(part)
+            self._size += part.nbytes
+            if self._size % CHUNK_BYTES == 0:
+                self._finished.append(self._current.hexdigest())
+                self._current = hashlib.sha256()
+
+    def record(self) -> FileRecord:
+        last = [self._current.hexdigest()] if self._size % CHUNK_BYTES else []
+        return FileRecord(self._size, (*self._finished, *last))
+
+
+def record_of(data: files.Buffer) -> FileRecord:
+    """The record of a file that holds ``data``."""
+    hasher = ChunkHasher()
+    hasher.update(data)
+    return hasher.record()
+
+
+class ChunkedFile:
+    """A file that is read by ranges, each chunk that a read touches being checked once.
+
+    Args:
+        path: the file.
+        expected: hashes to check reads against; None checks nothing.
+
+    Raises:
+        CheckpointError: the file is missing, no plain file, or of another size than ``expected``.
+    """
+
+    def __init__(self, path: Path, expected: FileRecord | None) -> None:
+        self.path = path
+        self.bytes_read = 0
+        """Bytes asked of the file system so far."""
+        self._expected = expected
+        self._descriptor, self.size = files.open_regular(path)
+        self._checked: set[int] = set()
+        self._held_index = -1
+        self._held = bytearray()
+        if expected is not None and self.size != expected.size:
+            self.close()
+            raise CheckpointError(size_fault(path, self.size, expected))
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` (bytes, writable) with the file's content from ``offset`` on.
+
+        Raises:
+            CheckpointError: the range leaves the file, or a chunk does not have its hash; names file and chunk.
+        """
+        end = offset + target.nbytes
+        if offset < 0 or end > self.size:
+            raise CheckpointError(f"{self.path}: bytes {offset} to {end} are outside the file of {self.size} bytes")
+        if self._expected is None:
+            self._fetch(offset, target)
+            return
+        position = offset
+        while position < end:
+            index = position // CHUNK_BYTES
+            stop = min(end, (index + 1) * CHUNK_BYTES)
+            self._read_within_chunk(index, position, target[position - offset : stop - offset])
+            position = stop
+
+    def check(self) -> None:
+        """Read and check the whole file."""
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for start in range(0, self.size, CHUNK_BYTES):
+            self.read_into(start, buffer[: min(CHUNK_BYTES, self.size - start)])
+
+    def _read_within_chunk(self, index: int, position: int, target: memoryview) -> None:
+        start = index * CHUNK_BYTES
+        size = min(CHUNK_BYTES, self.size - start)
+        if index == self._held_index:
+            target[:] = memoryview(self._held)[position - start : position - start + target.nbytes]
+        elif index in self._checked:
+            self._fetch(position, target)
+        elif target.nbytes == size:
+            self._fetch(start, target)
+            self._check_hash(index, target)
+        else:
+            # Keep the chunk: neighbouring reads are of the same one more often than not.
+            self._held_index, self._held = -1, bytearray(size)
+            self._fetch(start, memoryview(self._held))
+            self._check_hash(index, self._held)
+            self._held_index = index
+            target[:] = memoryview(self._held)[position - start : position - start + target.nbytes]
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        files.read_into(self._descriptor, offset, target, self.path)
+        self.bytes_read += target.nbytes
+
+    def _check_hash(self, index: int, data: files.Buffer) -> None:
+        assert self._expected is not None
+        if hashlib.sha256(data).hexdigest() != self._expected.sha256[index]:
+            raise CheckpointError(damage(self.path, index, len(self._expected.sha256)))
+        self._checked.add(index)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> ChunkedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_bytes(data: files.Buffer, expected: FileRecord, path: Path) -> None:
+    """Check a small file that was read whole.
+
+    Raises:
+        CheckpointError: its size or a chunk's hash is another; names file and chunk.
+    """
+    found = record_of(data)
+    if found.size != expected.size:
+        raise CheckpointError(size_fault(path, found.size, expected))
+    for index, (got, want) in enumerate(zip(found.sha256, expected.sha256, strict=True)):
+        if got != want:
+            raise CheckpointError(damage(path, index, len(expected.sha256)))
+
+
+def size_fault(path: Path, size: int, expected: FileRecord) -> str:
+    return f"{path}: has {size} bytes, the manifest says {expected.size}: the file is truncated or of another save"
+
+
+def damage(path: Path, index: int, count: int) -> str:
+    start = index * CHUNK_BYTES
+    return f"{path}: chunk {index} of {count} (from byte {start}) is damaged or of another save: its SHA-256 differs"
+
+
+def number_of_chunks(size: int) -> int:
+    return -(-size // CHUNK_BYTES)
+

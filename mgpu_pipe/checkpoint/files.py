@@ -1,0 +1,152 @@
+"""Every change a checkpoint makes to the file system, one function an operation.
+
+The rest of the package calls these through the module (``files.rename(...)``), so that the operations of a save can
+be recorded and replayed, or made to fail, in one place. An ``OSError`` always carries the path it is about.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mgpu_pipe.errors import CheckpointError
+
+Buffer = bytes | bytearray | memoryview
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an ``OSError`` of a file descriptor the path that it lacks."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def create(path: Path) -> int:
+    """Open a new file for writing; fails if anything, also a symbolic link, has that name already."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def write(descriptor: int, data: Buffer) -> None:
+    """Append all of ``data``: the kernel may take less in one call (at most 2 GiB, or what a full disk still has)."""
+    rest = memoryview(data)
+    while rest.nbytes:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync(descriptor: int) -> None:
+    """Flush a file's data to the disk."""
+    os.fsync(descriptor)
+
+
+def close(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries (created, renamed and removed names) to the disk."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give ``source`` the free name ``target``."""
+    os.rename(source, target)
+
+
+def make_folder(path: Path) -> None:
+    """Make one new folder."""
+    os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Make ``path`` and its missing parents, each flushed into the folder above it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        make_folder(folder)
+        sync_folder(folder.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder and all in it; a symbolic link is removed, never followed."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def write_file(path: Path, data: Buffer) -> None:
+    """Write a small new file and flush it."""
+    with naming(path):
+        descriptor = create(path)
+        try:
+            write(descriptor, data)
+            sync(descriptor)
+        finally:
+            close(descriptor)
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """Open a file of a checkpoint for reading.
+
+    Returns:
+        The descriptor and the file's size in bytes.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, a symbolic link, or no regular file.
+    """
+    try:
+        # O_NONBLOCK: opening a pipe that somebody put there must not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing") from None
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: is a symbolic link; a checkpoint holds plain files only") from None
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: is not a plain file")
+    return descriptor, status.st_size
+
+
+def read_into(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
+    """Fill ``target`` with the file's bytes from ``offset`` on.
+
+    Raises:
+        CheckpointError: the file ends before, or the disk reports an error.
+    """
+    done = 0
+    while done < target.nbytes:
+        try:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read at byte {offset + done} ({error.strerror})") from error
+        if count == 0:
+            raise CheckpointError(f"{path}: ends at byte {offset + done}, {target.nbytes - done} bytes short")
+        done += count
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The bytes of a small file of a checkpoint, of at most ``limit`` bytes."""
+    descriptor, size = open_regular(path)
+    try:
+        if size > limit:
+            raise CheckpointError(f"{path}: has {size} bytes, more than the {limit} that can be right")
+        data = bytearray(size)
+        read_into(descriptor, 0, memoryview(data), path)
+        return bytes(data)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""Names and states of the folders under ``checkpoints/``.
+
+``step-00000100``            committed
+``step-00000100.partial``    being written, or left by a killed save: never read
+``step-00000100.replaced``   the committed step while a new save of the same step takes its name: counts as the step
+                             as long as that name is free
+``step-00000100.deleting``   on its way out: never read
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mgpu_pipe.checkpoint import files
+
+FORMAT_VERSION = 1
+KINDS = ("model", "optimizer")
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CONFIG = "config.yaml"
+
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+DELETING = ".deleting"
+
+_NAME = re.compile(r"step-(\d{8,})(\.partial|\.replaced|\.deleting)?")
+
+
+def step_folder(root: Path, step: int, suffix: str = "") -> Path:
+    return root / f"step-{step:08d}{suffix}"
+
+
+def tensor_file_name(kind: str, rank: int) -> str:
+    return f"{kind}-{rank:05d}.safetensors"
+
+
+def parse_folder_name(name: str) -> tuple[int, str] | None:
+    """Step and suffix of a folder's name; None if it is not one of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None or step_folder(Path(), int(match[1])).name != name.removesuffix(match[2] or ""):
+        return None
+    return int(match[1]), match[2] or ""
+
+
+def folders(root: Path) -> list[tuple[int, str, Path]]:
+    """``(step, suffix, path)`` of every folder of ours under ``root``, which may not exist."""
+    if not root.is_dir():
+        return []
+    found = [(parse_folder_name(path.name), path) for path in root.iterdir()]
+    return sorted((name[0], name[1], path) for name, path in found if name is not None)
+
+
+def committed(root: Path) -> dict[int, Path]:
+    """The folder of every committed step, in ascending order of steps. Nothing is said about its content."""
+    found: dict[int, Path] = {}
+    for step, suffix, path in folders(root):
+        if suffix == "" or (suffix == REPLACED and step not in found):
+            found[step] = path
+    return found
+
+
+def clean(root: Path) -> None:
+    """Finish or undo what killed processes left: only for the process that owns the run, never while one saves."""
+    for step, suffix, path in folders(root):
+        final = step_folder(root, step)
+        if suffix == REPLACED and not final.exists():
+            files.rename(path, final)
+            files.sync_folder(root)
+        elif suffix:
+            files.remove_folder(path)
+
+
+def commit(root: Path, step: int) -> Path:
+    """Give the finished partial folder its name. At every instant the old or the new one can be found whole."""
+    partial, final, replaced = (step_folder(root, step, suffix) for suffix in (PARTIAL, "", REPLACED))
+    occupied = final.exists()
+    if occupied:
+        files.rename(final, replaced)
+        files.sync_folder(root)
+    files.rename(partial, final)
+    files.sync_folder(root)
+    if occupied:
+        files.remove_folder(replaced)
+    return final
+
+
+def delete(root: Path, step: int) -> None:
+    """Delete a committed step: first it loses its name for good, then its files."""
+    final, replaced, doomed = (step_folder(root, step, suffix) for suffix in ("", REPLACED, DELETING))
+    for folder in (doomed, replaced) if final.exists() else (doomed,):
+        if folder.exists():
+            files.remove_folder(folder)
+    files.rename(committed(root)[step], doomed)
+    files.sync_folder(root)
+    files.remove_folder(doomed)

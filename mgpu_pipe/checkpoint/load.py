@@ -1,0 +1,218 @@
+"""Loading: each rank fills its own pieces from whatever boxes there are, and reads no more than that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import torch
+
+from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.host import DTYPES, SLICE_BYTES, blocks, byte_view, select
+from mgpu_pipe.checkpoint.integrity import Verify, check_sizes, read_small_file, read_state
+from mgpu_pipe.checkpoint.layout import CONFIG
+from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES, Entry, TensorFile
+from mgpu_pipe.errors import CheckpointError
+
+MAX_GAP_BYTES = 4096
+"""Runs that lie closer together than a page are read as one: the kernel reads whole pages anyway."""
+
+_MAX_DIFFERENCES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One intersection: ``box`` of the stored ``source``, wanted by ``piece``."""
+
+    source: Box
+    box: Box
+    piece: Piece
+
+
+class CheckpointReader:
+    """A step's folder, opened for reading.
+
+    Args:
+        folder: the folder that holds manifest.json.
+        verify: ``full`` checks the SHA-256 of every chunk that a read touches, each once; ``size`` checks that all
+            files are there with their sizes; ``off`` believes the files as far as memory safety allows.
+
+    Raises:
+        CheckpointError: no valid manifest, a file missing or of another size, a damaged state.json.
+    """
+
+    def __init__(self, folder: Path, verify: Verify = "full") -> None:
+        self.folder = folder
+        self.verify = verify
+        self.manifest: Manifest = read_manifest(folder)
+        if verify != "off":
+            check_sizes(folder, self.manifest)
+        self.state: dict[str, object] = read_state(folder, self.manifest, verify)
+        self.bytes_read = 0
+        """Bytes of tensor files read so far, headers and whole checked chunks included."""
+
+    @property
+    def config_text(self) -> str:
+        """The run's configuration as it was saved: YAML, not yet read."""
+        return read_small_file(self.folder, CONFIG, self.manifest, self.verify).decode("utf-8")
+
+    def names(self, kind: str) -> list[str]:
+        """Names of all tensors of ``kind``, "model" or "optimizer"."""
+        return list(self.manifest.tensors[kind])
+
+    def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
+        """The whole shape of a tensor."""
+        return self.manifest.tensors[kind][name].shape
+
+    def differences(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
+        """How the checkpoint's tensors differ from ``name -> whole shape`` of a live model or optimizer."""
+        extra = [f"{name} is in the checkpoint alone" for name in self.manifest.tensors[kind] if name not in expected]
+        return self._unfilled(expected, kind) + extra
+
+    def require(self, expected: Mapping[str, Sequence[int]], kind: str) -> None:
+        """Refuse a checkpoint of another model or optimizer.
+
+        Args:
+            expected: ``name -> whole shape`` of everything, over all ranks.
+
+        Raises:
+            CheckpointError: the differences, listed.
+        """
+        self._refuse(self.differences(expected, kind), kind)
+
+    def read(self, pieces: Sequence[Piece], kind: str) -> None:
+        """Fill the pieces' tensors in place; no collective call, every rank reads for itself.
+
+        Give all pieces at once: a chunk is read and checked once a call. Values are converted where the live
+        tensor's dtype is another than the stored one. A tensor may be any view on any device.
+
+        Raises:
+            CheckpointError: a name is missing or a shape differs (all listed), before anything is read; or a chunk
+                that is read is damaged (file and chunk are named): then some pieces may have been filled.
+        """
+        self._refuse(self._unfilled({piece.box.name: piece.global_shape for piece in pieces}, kind), kind)
+        parts: dict[str, list[_Part]] = {}
+        for piece in pieces:
+            if tuple(piece.tensor.shape) != piece.box.shape:
+                raise ValueError(f"{piece.box.key}: the tensor's shape {list(piece.tensor.shape)} is not its box's")
+            for source, file in self.manifest.tensors[kind][piece.box.name].boxes:
+                both = source.intersection(piece.box)
+                if both is not None:
+                    parts.setdefault(file, []).append(_Part(source, both, piece))
+        for name in sorted(parts):
+            self._read_from(name, parts[name], self.manifest.tensors[kind])
+
+    def _unfilled(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
+        stored = self.manifest.tensors[kind]
+        missing = [f"{name} is not in the checkpoint" for name in expected if name not in stored]
+        return missing + [
+            f"{name} has the shape {list(stored[name].shape)} in the checkpoint and {list(shape)} here"
+            for name, shape in expected.items()
+            if name in stored and stored[name].shape != tuple(shape)
+        ]
+
+    def _refuse(self, differences: Sequence[str], kind: str) -> None:
+        if differences:
+            shown = "; ".join(differences[:_MAX_DIFFERENCES_SHOWN])
+            more = len(differences) - _MAX_DIFFERENCES_SHOWN
+            rest = f"; and {more} more" if more > 0 else ""
+            raise CheckpointError(f"{self.folder}: is a checkpoint of another {kind}: {shown}{rest}")
+
+    def _read_from(self, name: str, parts: list[_Part], tensors: Mapping[str, StoredTensor]) -> None:
+        """Fill every part that lies in one file, in the file's order."""
+        with TensorFile(self.folder / name, self.manifest.files[name] if self.verify == "full" else None) as file:
+            step = file.metadata.get("step")
+            if step != str(self.manifest.step):
+                raise CheckpointError(f"{file.path}: is a file of step {step}, the manifest's is {self.manifest.step}")
+            placed = [(_locate(file, part.source, tensors[part.box.name].dtype), part) for part in parts]
+            for start, part in sorted(placed, key=lambda item: (item[0], item[1].box.offsets)):
+                _fill(file, start, part, tensors[part.box.name].dtype)
+            self.bytes_read += file.data.bytes_read
+
+
+def _locate(file: TensorFile, source: Box, dtype: str) -> int:
+    """First byte of a stored box, once the file's header agrees with the manifest about it."""
+    stored = file.entries.get(source.key)
+    if stored is None or stored.entry != Entry(source.key, dtype, source.shape):
+        found = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"
+        raise CheckpointError(
+            f"{file.path}: holds {found} under {source.key}, the manifest says {dtype} {list(source.shape)}"
+        )
+    return stored.start
+
+
+def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
+    in_source = _relative(part.box, part.source)
+    in_piece = _relative(part.box, part.piece.box)
+    target = part.piece.tensor.detach()
+    for offsets, shape in blocks(part.box.shape, ITEM_BYTES[dtype]):
+        at = tuple(a + b for a, b in zip(in_source, offsets, strict=True))
+        to = tuple(a + b for a, b in zip(in_piece, offsets, strict=True))
+        block = torch.empty(shape, dtype=DTYPES[dtype])
+        _read_block(file, start, part.source.shape, at, block)
+        select(target, to, shape).copy_(block)
+
+
+def _relative(box: Box, origin: Box) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(box.offsets, origin.offsets, strict=True))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Equal runs of elements at equal distances: ``count`` runs of ``run`` elements, ``stride`` apart."""
+
+    first: int
+    count: int
+    run: int
+    stride: int
+
+
+def _rows(whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[_Rows]:
+    """Where a block's elements lie in a row-major tensor, in the block's own row-major order."""
+    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    split = len(whole)  # dims from here on are taken whole, so they and the one before them are one run
+    while split > 0 and shape[split - 1] == whole[split - 1]:
+        split -= 1
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    run = prod(shape[max(split - 1, 0) :])
+    if split <= 1:
+        yield _Rows(first, 1, run, run)
+        return
+    row_dim = split - 2
+    for outer in product(*(range(size) for size in shape[:row_dim])):
+        start = first + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        yield _Rows(start, shape[row_dim], run, strides[row_dim])
+
+
+def _read_block(
+    file: TensorFile,
+    start: int,
+    whole: tuple[int, ...],
+    offsets: tuple[int, ...],
+    block: torch.Tensor,
+) -> None:
+    """Read the block at ``offsets`` of a stored tensor of shape ``whole``, whose data begins at byte ``start``."""
+    item = block.element_size()
+    target = byte_view(block)
+    done = 0
+    for rows in _rows(whole, offsets, tuple(block.shape)):
+        run_bytes, stride_bytes = rows.run * item, rows.stride * item
+        position = start + rows.first * item
+        if rows.count == 1 or stride_bytes - run_bytes > MAX_GAP_BYTES:
+            for row in range(rows.count):
+                file.read_into(position + row * stride_bytes, target[done : done + run_bytes])
+                done += run_bytes
+            continue
+        step = max(1, SLICE_BYTES // stride_bytes)
+        for row in range(0, rows.count, step):
+            count = min(step, rows.count - row)
+            span = torch.empty((count - 1) * stride_bytes + run_bytes, dtype=torch.uint8)
+            file.read_into(position + row * stride_bytes, byte_view(span))
+            runs = span.as_strided((count, run_bytes), (stride_bytes, 1))
+            out = block.reshape(-1).view(torch.uint8)[done : done + count * run_bytes]
+            out.view(count, run_bytes).copy_(runs)
+            done += count * run_bytes

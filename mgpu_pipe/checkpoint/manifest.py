@@ -1,0 +1,170 @@
+"""``manifest.json``: what a checkpoint holds, and the hashes that prove it. Written last, read first.
+
+A folder without a valid manifest is not a checkpoint. The manifest is parsed as if an enemy had written it: nothing
+in it leads outside the folder, and every box it lists is shown to tile its tensor before one byte is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.checkpoint import files
+from mgpu_pipe.checkpoint.boxes import Box, tiling_fault
+from mgpu_pipe.checkpoint.chunks import FileRecord, number_of_chunks
+from mgpu_pipe.checkpoint.layout import CONFIG, FORMAT_VERSION, KINDS, MANIFEST, STATE
+from mgpu_pipe.checkpoint.strict_json import (
+    as_list,
+    as_object,
+    as_size,
+    as_sizes,
+    as_text,
+    canonical,
+    parse,
+)
+from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
+from mgpu_pipe.errors import CheckpointError
+
+MAX_MANIFEST_BYTES = 1 << 30
+"""Far above a real one: about 100 bytes a box."""
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_KEYS = ("format_version", "step", "tensors", "files", "root")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's whole shape, its safetensors dtype, and the file that holds each of its boxes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[tuple[Box, str], ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a committed checkpoint: ``tensors[kind][name]`` and ``files[file name]``."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, StoredTensor]]
+    files: Mapping[str, FileRecord]
+
+    def encode(self) -> bytes:
+        """The manifest's bytes, with the root hash over all the rest."""
+        body = self._body()
+        return canonical({**body, "root": _root_hash(body)})
+
+    @property
+    def root(self) -> str:
+        """SHA-256 over the whole content: equal roots are equal checkpoints."""
+        return _root_hash(self._body())
+
+    def _body(self) -> dict[str, object]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "tensors": {
+                kind: {
+                    name: {
+                        "shape": list(tensor.shape),
+                        "dtype": tensor.dtype,
+                        "boxes": [[list(box.offsets), list(box.shape), file] for box, file in tensor.boxes],
+                    }
+                    for name, tensor in tensors.items()
+                }
+                for kind, tensors in self.tensors.items()
+            },
+            "files": {
+                name: {"size": record.size, "sha256": list(record.sha256)} for name, record in self.files.items()
+            },
+        }
+
+
+def _root_hash(body: Mapping[str, object]) -> str:
+    return hashlib.sha256(canonical(body)).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step's folder.
+
+    Raises:
+        CheckpointError: there is none, it was changed after it was written, or it contradicts itself.
+    """
+    path = folder / MANIFEST
+    if not path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{folder}: is no checkpoint, for it has no {MANIFEST}")
+    return parse_manifest(files.read_file(path, MAX_MANIFEST_BYTES), str(path))
+
+
+def parse_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in ``data``; ``where`` names it in errors.
+
+    Raises:
+        CheckpointError: anything missing, unknown, of a wrong type, unsafe or contradictory.
+    """
+    value = as_object(parse(data, where), where)
+    version = value.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{where}: format version {version!r}; this program reads version {FORMAT_VERSION}")
+    as_object(value, where, _KEYS)
+    if as_text(value.pop("root"), f"{where}: root") != _root_hash(value):
+        raise CheckpointError(f"{where}: was changed after it was written: its root hash differs")
+    records = {
+        _safe_name(name, where): _parse_record(record, f"{where}: files: {name}")
+        for name, record in as_object(value["files"], f"{where}: files").items()
+    }
+    for required in (STATE, CONFIG):
+        if required not in records:
+            raise CheckpointError(f"{where}: lists no {required}")
+    kinds = as_object(value["tensors"], f"{where}: tensors", KINDS)
+    tensors = {
+        kind: {
+            name: _parse_tensor(name, tensor, records, f"{where}: {kind}: {name}")
+            for name, tensor in as_object(kinds[kind], f"{where}: {kind}").items()
+        }
+        for kind in KINDS
+    }
+    return Manifest(as_size(value["step"], f"{where}: step"), tensors, records)
+
+
+def _safe_name(name: str, where: str) -> str:
+    if not _SAFE_NAME.fullmatch(name) or name == MANIFEST:
+        raise CheckpointError(f"{where}: lists the file {name[:80]!r}, which is no name of a file in this folder")
+    return name
+
+
+def _parse_record(value: object, where: str) -> FileRecord:
+    fields = as_object(value, where, ("size", "sha256"))
+    size = as_size(fields["size"], where)
+    hashes = tuple(as_text(item, where) for item in as_list(fields["sha256"], where))
+    if not all(_HASH.fullmatch(item) for item in hashes):
+        raise CheckpointError(f"{where}: has something that is no SHA-256")
+    if len(hashes) != number_of_chunks(size):
+        raise CheckpointError(f"{where}: has {len(hashes)} chunk hashes for {size} bytes")
+    return FileRecord(size, hashes)
+
+
+def _parse_tensor(name: str, value: Any, records: Mapping[str, FileRecord], where: str) -> StoredTensor:
+    fields = as_object(value, where, ("shape", "dtype", "boxes"))
+    shape = as_sizes(fields["shape"], where)
+    dtype = as_text(fields["dtype"], where)
+    if dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where}: unknown dtype {dtype[:40]!r}")
+    boxes: list[tuple[Box, str]] = []
+    for item in as_list(fields["boxes"], where):
+        parts = as_list(item, where)
+        if len(parts) != 3:
+            raise CheckpointError(f"{where}: has a box that is not [offsets, shape, file]")
+        file = as_text(parts[2], where)
+        if file not in records or file in (STATE, CONFIG):
+            raise CheckpointError(f"{where}: lies in {file[:80]!r}, which is no tensor file of this checkpoint")
+        boxes.append((Box(name, as_sizes(parts[0], where), as_sizes(parts[1], where)), file))
+    fault = tiling_fault(shape, [box for box, _ in boxes])
+    if fault:
+        raise CheckpointError(f"{where}: {fault}")
+    return StoredTensor(shape, dtype, tuple(boxes))

@@ -1,0 +1,173 @@
+"""Saving: all ranks write their boxes into a partial folder, which gets its name when it is whole.
+
+The order is what makes a save safe against a crash at any instant: every data file flushed, then the folder's
+entries, then the manifest, then the rename, then the parent folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.checkpoint import files, layout
+from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.chunks import FileRecord, record_of
+from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
+from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
+from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
+from mgpu_pipe.checkpoint.plan import Held, plan_files
+from mgpu_pipe.checkpoint.strict_json import canonical
+from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
+from mgpu_pipe.errors import CheckpointSaveError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_log = logging.getLogger(__name__)
+
+
+def save(
+    root: Path,
+    step: int,
+    model: Sequence[Piece],
+    optimizer: Sequence[Piece],
+    state: Mapping[str, Any],
+    config_file: Path,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Write the checkpoint of ``step`` and return its folder. A collective call over ``group``.
+
+    Args:
+        root: the run's ``checkpoints`` folder, made if missing; the same on all ranks, on a file system they share.
+        step: completed optimizer steps.
+        model: this rank's pieces of the weights.
+        optimizer: this rank's pieces of the optimizer's state, named ``<parameter>/<state key>``.
+        state: the content of state.json (JSON values); rank 0's counts. ``step`` and ``format_version`` are added.
+        config_file: copied to config.yaml by rank 0.
+        group: the process group that saves; None is the world, or this process alone where there is none.
+
+    Raises:
+        CheckpointSaveError: on all ranks, when anything failed on any of them. What was committed before is
+            untouched, and the partial folder is gone.
+    """
+    rank, _ = rank_and_size(group)
+    folder = layout.step_folder(root, step, layout.PARTIAL)
+    failed = f"the checkpoint of step {step} could not be written to {root}"
+
+    def begin() -> None:
+        if rank == 0:
+            files.make_folders(root)
+            layout.clean(root)
+            files.make_folder(folder)
+
+    def finish() -> None:
+        if rank == 0:
+            records = {name: FileRecord(size, tuple(hashes)) for part in written for name, size, hashes in part}
+            _write_rest(folder, step, tensors, records, state, config_file)
+            layout.commit(root, step)
+
+    try:
+        replies = together(lambda: [item.to_json() for item in describe(model, optimizer)], failed, group)
+        tensors = plan_files([[Held.from_json(item) for item in reply] for reply in replies])
+        together(begin, failed, group)
+        written = together(lambda: write_files(folder, rank, step, tensors, model, optimizer), failed, group)
+        together(finish, failed, group)
+    except CheckpointSaveError:
+        if rank == 0:
+            _clean_up(root)
+        exchange_json(None, group)  # no rank goes on before the partial folder is gone
+        raise
+    return layout.step_folder(root, step)
+
+
+def describe(model: Sequence[Piece], optimizer: Sequence[Piece]) -> list[Held]:
+    """What this rank holds.
+
+    Raises:
+        ValueError: a piece's tensor does not have its box's shape, is not materialised, or has no known dtype.
+    """
+    held: list[Held] = []
+    for kind, pieces in zip(layout.KINDS, (model, optimizer), strict=True):
+        for piece in pieces:
+            if tuple(piece.tensor.shape) != piece.box.shape or piece.tensor.device.type == "meta":
+                raise ValueError(
+                    f"{piece.box.key} of shape {list(piece.box.shape)} is given a tensor of shape "
+                    f"{list(piece.tensor.shape)} on {piece.tensor.device}"
+                )
+            held.append(Held(kind, piece.box, tuple(piece.global_shape), dtype_name(piece.tensor)))
+    return held
+
+
+def write_files(
+    folder: Path,
+    rank: int,
+    step: int,
+    tensors: Mapping[str, Mapping[str, StoredTensor]],
+    model: Sequence[Piece],
+    optimizer: Sequence[Piece],
+) -> list[tuple[str, int, list[str]]]:
+    """Write this rank's files and flush them.
+
+    Returns:
+        Name, size in bytes and chunk hashes of each.
+    """
+    written: list[tuple[str, int, list[str]]] = []
+    for kind, pieces in zip(layout.KINDS, (model, optimizer), strict=True):
+        name = layout.tensor_file_name(kind, rank)
+        mine: dict[str, Piece] = {}
+        entries: list[Entry] = []
+        by_box: dict[Box, Piece] = {piece.box: piece for piece in pieces}
+        for tensor in tensors[kind].values():
+            for box, file in tensor.boxes:
+                if file == name:
+                    mine[box.key] = by_box[box]
+                    entries.append(Entry(box.key, tensor.dtype, box.shape))
+        if not entries:
+            continue
+        entries = file_order(entries)
+        data = _host_bytes(mine[entry.name] for entry in entries)
+        record = write_tensor_file(folder / name, entries, file_metadata(kind, step), data)
+        written.append((name, record.size, list(record.sha256)))
+    return written
+
+
+def file_metadata(kind: str, step: int) -> dict[str, str]:
+    """The header metadata of a checkpoint's tensor file; a reader tells files of another step by it."""
+    return {"format": "pt", "kind": kind, "step": str(step)}
+
+
+def _host_bytes(pieces: Iterator[Piece]) -> Iterator[memoryview]:
+    for piece in pieces:
+        yield from host_bytes(piece.tensor)
+
+
+def _write_rest(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, StoredTensor]],
+    records: dict[str, FileRecord],
+    state: Mapping[str, Any],
+    config_file: Path,
+) -> None:
+    if state.get("step", step) != step:
+        raise ValueError(f"state['step'] is {state['step']} in a save of step {step}")
+    texts = {
+        layout.STATE: canonical({**state, "step": step, "format_version": layout.FORMAT_VERSION}),
+        layout.CONFIG: config_file.read_bytes(),
+    }
+    for name, text in texts.items():
+        files.write_file(folder / name, text)
+    manifest = Manifest(step, tensors, {**records, **{name: record_of(text) for name, text in texts.items()}})
+    files.sync_folder(folder)
+    files.write_file(folder / layout.MANIFEST, manifest.encode())
+    files.sync_folder(folder)
+
+
+def _clean_up(root: Path) -> None:
+    try:
+        layout.clean(root)
+    except OSError as error:
+        # The failed save is told by its own error; what is left here is never read and goes with the next save.
+        _log.warning("%s: a partial checkpoint could not be removed (%s)", root, error)

@@ -1,0 +1,103 @@
+"""Which checkpoint to take: the newest that is whole. Torch-free."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mgpu_pipe.checkpoint import layout
+from mgpu_pipe.checkpoint.integrity import Verify, check_folder, read_state
+from mgpu_pipe.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed step: its folder, whether it is whole, and what is wrong with it if it is not."""
+
+    step: int
+    path: Path
+    valid: bool
+    reason: str = ""
+
+
+def inspect(folder: Path, verify: Verify, step: int | None = None) -> CheckpointInfo:
+    """Check a step's folder.
+
+    Args:
+        verify: ``full`` hashes every byte; ``size`` looks at the manifest and the files' sizes; ``off`` at the
+            manifest alone.
+        step: the step that the folder's name says, where it says one.
+    """
+    try:
+        manifest = check_folder(folder, verify)
+        read_state(folder, manifest, verify)
+        if step is not None and manifest.step != step:
+            raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
+    except CheckpointError as error:
+        return CheckpointInfo(-1 if step is None else step, folder, False, str(error))
+    return CheckpointInfo(manifest.step, folder, True)
+
+
+def list_steps(root: Path, verify: Verify = "size") -> list[CheckpointInfo]:
+    """Every committed step under a ``checkpoints`` folder, in ascending order; none if there is no such folder."""
+    return [inspect(path, verify, step) for step, path in layout.committed(root).items()]
+
+
+def newest_valid(
+    root: Path, on_corruption: Literal["fallback", "stop"] = "fallback", verify: Verify = "full"
+) -> Path | None:
+    """The folder of the newest step that is whole; None if there is none.
+
+    A damaged step is named in a warning (file and chunk) and the one before it is tried. Under several ranks, one
+    asks and tells the others.
+
+    Raises:
+        CheckpointError: a damaged step, with ``on_corruption="stop"``.
+    """
+    for step, path in reversed(layout.committed(root).items()):
+        info = inspect(path, verify, step)
+        if info.valid:
+            return path
+        if on_corruption == "stop":
+            raise CheckpointError(f"{info.reason}; set checkpoint.on_corruption=fallback to take the step before it")
+        _log.warning("checkpoint of step %d is left out: %s", step, info.reason)
+    return None
+
+
+def resolve_source(
+    source: str | Path,
+    on_corruption: Literal["fallback", "stop"] = "fallback",
+    verify: Verify = "full",
+    key: str = "checkpoint.resume",
+) -> Path:
+    """The step's folder that a user means by a run's folder, its ``checkpoints`` folder, or a step's folder.
+
+    Args:
+        key: the configuration key that ``source`` was given for, named in errors.
+
+    Raises:
+        CheckpointError: nothing there, no checkpoint in it, or the step that was named itself is damaged.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir():
+        raise CheckpointError(f"{key}={source}: no such folder; give a run's folder or one of its checkpoints/step-*")
+    name = layout.parse_folder_name(path.name)
+    if (path / layout.MANIFEST).exists() or name is not None:
+        if name is not None and name[1] in (layout.PARTIAL, layout.DELETING):
+            raise CheckpointError(f"{key}={source}: is an unfinished checkpoint; give a committed step-* folder")
+        info = inspect(path, verify, name[0] if name else None)
+        if not info.valid:
+            raise CheckpointError(f"{key}={source}: {info.reason}; give another step or the run's folder")
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = layout.committed(root)
+    if not steps:
+        raise CheckpointError(f"{key}={source}: holds no checkpoint; give another run's folder or a step-* folder")
+    found = newest_valid(root, on_corruption, verify)
+    if found is None:
+        raise CheckpointError(f"{key}={source}: none of its {len(steps)} checkpoints is whole; give another run")
+    return found

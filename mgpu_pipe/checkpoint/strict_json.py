@@ -1,0 +1,79 @@
+"""JSON as a checkpoint keeps it: one canonical form when written, nothing doubtful accepted when read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from mgpu_pipe.errors import CheckpointError
+
+MAX_INTEGER = 2**63 - 1
+
+
+def canonical(value: object) -> bytes:
+    """UTF-8 JSON with sorted keys and no spaces; equal values give equal bytes.
+
+    Raises:
+        ValueError: NaN or infinity, which JSON does not have.
+        TypeError: a value that JSON does not have.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        CheckpointError: not UTF-8, not JSON, NaN or infinity, nested too deeply, or a name given twice.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_without_doubles, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: is not valid JSON ({error})") from error
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {double!r} stands there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def as_object(value: object, where: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """``value`` as a JSON object, with exactly ``keys`` where they are given."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: is no JSON object")
+    if keys is not None and set(value) != set(keys):
+        raise CheckpointError(f"{where}: has the keys {sorted(value)}, not {sorted(keys)}")
+    return value
+
+
+def as_list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where}: is no list")
+    return value
+
+
+def as_text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"{where}: is no text")
+    return value
+
+
+def as_size(value: object, where: str) -> int:
+    """A count, size or offset: an integer from 0 to 2**63 - 1."""
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        shown = repr(value)
+        raise CheckpointError(f"{where}: {shown[:40]} is no size")
+    return value
+
+
+def as_sizes(value: object, where: str) -> tuple[int, ...]:
+    return tuple(as_size(item, where) for item in as_list(value, where))
