@@ -1,0 +1,31 @@
+"""The documentation of every key, read from the string literals below the schema's fields."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from pathlib import Path
+
+from mgpu_pipe.config import schema
+
+
+@functools.lru_cache(maxsize=None)
+def field_documentation() -> dict[tuple[str, str], str]:
+    """``(class name, field name)`` to the one line of documentation below that field."""
+    tree = ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8"))
+    found: dict[tuple[str, str], str] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, after in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                found[node.name, field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return found
+
+
+def class_documentation(cls: type) -> str:
+    """The docstring of a section, empty where it has none of its own."""
+    text = cls.__doc__ or ""
+    return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())

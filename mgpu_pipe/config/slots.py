@@ -1,0 +1,68 @@
+"""The slots of a configuration: where a `_target_` may stand, and the base class that each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+
+from mgpu_pipe.config.build import TARGET, check_target
+from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
+from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, signature
+from mgpu_pipe.errors import ConfigError
+
+OPTIMIZER_BASE = "torch.optim.Optimizer"
+LOGGER_BASE = "pytorch_lightning.loggers.Logger"
+CALLBACK_BASE = "pytorch_lightning.Callback"
+
+OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
+LOGGER_PROVIDES = ("save_dir",)
+
+NEEDED_PACKAGES = {
+    "pytorch_lightning.loggers.WandbLogger": ("wandb", "wandb"),
+    "pytorch_lightning.loggers.MLFlowLogger": ("mlflow", "mlflow-skinny"),
+    "pytorch_lightning.loggers.TensorBoardLogger": ("tensorboard", "tensorboard"),
+    "pytorch_lightning.loggers.NeptuneLogger": ("neptune", "neptune"),
+    "pytorch_lightning.loggers.CometLogger": ("comet_ml", "comet-ml"),
+}
+"""Loggers that fail only when they are built: the module they need and the package that brings it."""
+
+
+def slot_errors(config: RunConfig) -> list[ConfigError]:
+    """Everything wrong with the leaves of ``config``; builds and calls nothing."""
+    errors = _optimizer_errors(config.optimizer)
+    for section, leaves, base, provided in (
+        ("logger", config.logger, LOGGER_BASE, LOGGER_PROVIDES),
+        ("callbacks", config.callbacks, CALLBACK_BASE, ()),
+    ):
+        for name, leaf in leaves.items():
+            key = f"{section}.{name}"
+            errors += check_target(leaf, base, key, provided) or list(_package_errors(leaf[TARGET], key))
+    return errors
+
+
+def _optimizer_errors(optimizer: OptimizerConfig) -> list[ConfigError]:
+    errors = [
+        ConfigError(f"optimizer.options.{name}", optimizer.options[name], f"set optimizer.{name} instead")
+        for name in ("lr", "weight_decay") if name in optimizer.options
+    ]
+    leaf = {TARGET: optimizer._target_, **optimizer.options}
+    errors += check_target(leaf, OPTIMIZER_BASE, "optimizer", OPTIMIZER_PROVIDES, "optimizer.options")
+    if not errors and optimizer.weight_decay and "weight_decay" not in _names(optimizer._target_):
+        reason = f"{optimizer._target_} takes no weight decay"
+        errors.append(ConfigError("optimizer.weight_decay", optimizer.weight_decay, "use 0", reason))
+    return errors
+
+
+def _names(target: str) -> tuple[str, ...]:
+    """The arguments of a class by source; those that are always given where source does not tell."""
+    try:
+        taken = signature(find_class(target))
+    except (NoSuchName, NotAClass, Unknown):
+        return OPTIMIZER_PROVIDES
+    return OPTIMIZER_PROVIDES if taken.takes_any_keyword else taken.names
+
+
+def _package_errors(target: str, key: str) -> Iterator[ConfigError]:
+    module, package = NEEDED_PACKAGES.get(target, ("", ""))
+    if module and PathFinder.find_spec(module) is None:
+        yield ConfigError(f"{key}.{TARGET}", target, f"pip install {package}", f"needs {package}, not installed here")

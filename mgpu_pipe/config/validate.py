@@ -1,0 +1,242 @@
+"""Checks of a typed configuration that need nothing but itself, the file system and this machine. No torch.
+
+What the topology, the data and the model decide is checked above, in :mod:`mgpu_pipe.launch.preflight`, which
+calls this.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from mgpu_pipe.config import plugins
+from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, usable_gpus
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.slots import slot_errors
+from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
+
+AT_LEAST_ONE = (
+    "data.seq_len", "data.global_batch_size", "data.micro_batch_size", "data.synthetic.num_documents",
+    "data.synthetic.mean_length", "data.validation_max_samples", "data.tokenize_workers",
+    "objective.sample_max_new_tokens", "scheduler.decay_steps", "scheduler.total_steps", "checkpoint.every_n_steps",
+    "checkpoint.keep_every", "trainer.devices", "trainer.num_nodes", "trainer.max_steps", "trainer.max_epochs",
+    "trainer.val_every_n_steps", "trainer.log_every_n_steps", "launch.threads_per_worker",
+)
+AT_LEAST_ZERO = (
+    "seed", "data.synthetic.sigma", "data.num_workers", "data.validation_fraction", "objective.loss_chunk_tokens",
+    "optimizer.weight_decay", "scheduler.warmup_steps", "scheduler.min_lr_ratio", "checkpoint.keep_last",
+    "checkpoint.keep_best", "launch.max_restarts",
+)
+ABOVE_ZERO = (
+    "optimizer.lr", "strategy.bucket_mib", "trainer.gradient_clip_val", "launch.stop_timeout",
+    "launch.collective_timeout",
+)
+AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
+
+
+def validate(config: RunConfig) -> None:
+    """Refuse what is known to be wrong without torch, the data or the model.
+
+    Raises:
+        ConfigErrors: everything that is wrong.
+    """
+    errors = all_errors(config)
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def all_errors(config: RunConfig) -> list[BadInputError]:
+    """What :func:`validate` refuses: each key by itself, and keys that contradict one another."""
+    return [*value_errors(config), *relation_errors(config)]
+
+
+def value_errors(config: RunConfig) -> list[BadInputError]:
+    """Keys whose value is wrong whatever the others are."""
+    return [*_range_errors(config), *_name_errors(config), *slot_errors(config), *_path_errors(config)]
+
+
+def relation_errors(config: RunConfig) -> list[BadInputError]:
+    """Keys that contradict one another, or this machine."""
+    return [*_model_choice(config), *_device_errors(config), *_length_errors(config), *_schedule_errors(config),
+            *_data_errors(config), *_run_folder_errors(config)]
+
+
+def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
+    """Where training runs: the accelerator asked for, else CUDA where torch can use a GPU."""
+    if config.trainer.accelerator != "auto":
+        return config.trainer.accelerator
+    return "cuda" if usable_gpus() else "cpu"
+
+
+def devices_per_node(config: RunConfig) -> int:
+    """Processes a node; ``auto`` is 1 on CPU and under ``strategy=single``, all GPUs on CUDA."""
+    if config.trainer.devices != "auto":
+        return config.trainer.devices
+    if device_type(config) == "cpu" or config.strategy.name == "single":
+        return 1
+    return max(1, usable_gpus())
+
+
+def world_size(config: RunConfig) -> int:
+    """Processes of the run over all nodes."""
+    return devices_per_node(config) * config.trainer.num_nodes
+
+
+def resolve_precision(config: RunConfig) -> Literal["fp32", "bf16"]:
+    """The precision that ``auto`` means here: bf16 on CUDA and on CPUs with bf16 units, else fp32."""
+    if config.precision.name != "auto":
+        return config.precision.name
+    fast = cpu_is_fast_at_bf16() if device_type(config) == "cpu" else True
+    return "bf16" if fast else "fp32"
+
+
+def _get(config: RunConfig, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _range_errors(config: RunConfig) -> list[ConfigError]:
+    errors = []
+    for keys, low, fix in (
+        (AT_LEAST_ONE, 1, "use a number of at least 1"), (AT_LEAST_ZERO, 0, "use a number of at least 0"),
+    ):
+        for key in keys:
+            value = _get(config, key)
+            if isinstance(value, int | float) and value < low:
+                errors.append(ConfigError(key, value, fix))
+    for key in ABOVE_ZERO:
+        value = _get(config, key)
+        if isinstance(value, int | float) and not value > 0:
+            null = ", or null not to clip" if key == "trainer.gradient_clip_val" else ""
+            errors.append(ConfigError(key, value, f"use a number above 0{null}"))
+    for key, high in AT_MOST.items():
+        value = _get(config, key)
+        if isinstance(value, int | float) and value > high:
+            errors.append(ConfigError(key, value, f"use a number of at most {high}"))
+    if config.data.validation_fraction >= 1:
+        errors.append(ConfigError("data.validation_fraction", config.data.validation_fraction, "use a share below 1"))
+    return errors
+
+
+def _name_errors(config: RunConfig) -> list[ConfigError]:
+    """Names of data sources and objectives: this package's, or a plug-in's."""
+    errors = []
+    for key, value, built_in, group in (
+        ("data.source", config.data.source, plugins.DATA_SOURCES, plugins.DATA_GROUP),
+        ("objective.name", config.objective.name, plugins.OBJECTIVES, plugins.OBJECTIVE_GROUP),
+    ):
+        if value not in built_in and value not in plugins.registered(group):
+            errors.append(ConfigError(key, value, choose_from(value, [*built_in, *plugins.registered(group)])))
+    name = config.run.name
+    if not name or name in (".", "..") or "/" in name or "\0" in name or name != name.strip():
+        errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))
+    return errors
+
+
+def _path_errors(config: RunConfig) -> list[ConfigError]:
+    errors = []
+    for key in ("model.path", "data.chat_template", "checkpoint.init_from"):
+        value = _get(config, key)
+        if isinstance(value, str) and not Path(value).expanduser().exists():
+            errors.append(ConfigError(key, value, "correct the path", "nothing is there"))
+    tokenizer = config.data.tokenizer
+    if tokenizer != "auto" and not Path(tokenizer).expanduser().exists():
+        fix = "give a tokenizer folder or a tokenizer.json, or auto"
+        errors.append(ConfigError("data.tokenizer", tokenizer, fix, "nothing is there"))
+    resume = config.checkpoint.resume
+    if resume not in ("none", "auto") and not Path(resume).expanduser().exists():
+        fix = choose_from(resume, ["none", "auto"]) + ", or give a run or step folder"
+        errors.append(ConfigError("checkpoint.resume", resume, fix, "no such folder"))
+    return errors
+
+
+def _model_choice(config: RunConfig) -> list[ConfigError]:
+    model = config.model
+    if model.type is None and model.path is None:
+        fix = "give a local model folder, model.path=/models/name, or choose another option (mgpu-pipe ls model)"
+        return [ConfigError("model.path", None, fix, "there is no model")]
+    if model.type is not None and model.path is not None:
+        fix = "use model=hf with model.path, or leave model.path out"
+        return [ConfigError("model.path", model.path, fix, f"model.type={model.type} is set too")]
+    return []
+
+
+def _device_errors(config: RunConfig) -> list[ConfigError]:
+    trainer = config.trainer
+    if device_type(config) == "cpu":
+        return []
+    gpus = usable_gpus()
+    if gpus == 0:
+        fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
+        return [ConfigError("trainer.accelerator", "cuda", fix, "torch can use no GPU here")]
+    if trainer.devices != "auto" and trainer.devices > gpus:
+        fix = f"use at most {gpus}, or trainer.accelerator=cpu"
+        return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]
+    return []
+
+
+def _length_errors(config: RunConfig) -> list[ConfigError]:
+    trainer = config.trainer
+    if trainer.max_steps is None and trainer.max_epochs is None:
+        return [ConfigError("trainer.max_steps", None, "give trainer.max_steps or trainer.max_epochs")]
+    if trainer.max_steps is not None and trainer.max_epochs is not None:
+        fix = "add trainer.max_steps=null to train for epochs, or leave trainer.max_epochs out"
+        reason = f"trainer.max_steps={trainer.max_steps} is set too"
+        return [ConfigError("trainer.max_epochs", trainer.max_epochs, fix, reason)]
+    return []
+
+
+def _schedule_errors(config: RunConfig) -> list[ConfigError]:
+    scheduler = config.scheduler
+    total = scheduler.total_steps or config.trainer.max_steps
+    if total is None:
+        return []
+    errors = []
+    source = "scheduler.total_steps" if scheduler.total_steps else "trainer.max_steps"
+    if scheduler.warmup_steps > total:
+        reason = f"longer than {source}={total}"
+        errors.append(ConfigError("scheduler.warmup_steps", scheduler.warmup_steps, f"use at most {total}", reason))
+    elif scheduler.name == "wsd" and scheduler.decay_steps and scheduler.warmup_steps + scheduler.decay_steps > total:
+        reason = f"warm-up and decay are longer than {source}={total}"
+        fix = f"use at most {total - scheduler.warmup_steps}"
+        errors.append(ConfigError("scheduler.decay_steps", scheduler.decay_steps, fix, reason))
+    return errors
+
+
+def _data_errors(config: RunConfig) -> list[ConfigError]:
+    data, errors = config.data, []
+    if data.source in FILE_SOURCES and not data.paths:
+        errors.append(ConfigError("data.paths", "[]", "give files or globs: data.paths=['/corpus/*']",
+                                  f"data.source={data.source} reads files"))
+    held_out = data.validation_fraction > 0 or bool(data.validation_paths)
+    if config.trainer.val_every_n_steps is not None and not held_out:
+        errors.append(ConfigError("trainer.val_every_n_steps", config.trainer.val_every_n_steps,
+                                  "hold something out (data.validation_fraction), or use null", "nothing is held out"))
+    if config.checkpoint.keep_best and not held_out and config.checkpoint.best_metric.startswith("val/"):
+        errors.append(ConfigError("checkpoint.keep_best", config.checkpoint.keep_best,
+                                  "hold something out (data.validation_fraction), or use 0",
+                                  f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured"))
+    return errors
+
+
+def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
+    """The run's folder can be made, and is not another run's."""
+    run = config.run
+    folder = Path(run.dir if run.dir is not None else run.root).expanduser()
+    key = "run.dir" if run.dir is not None else "run.root"
+    if folder.exists() and not folder.is_dir():
+        return [ConfigError(key, folder, "give another folder", "this is a file")]
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [ConfigError(key, folder, "give a folder that can be written", f"{existing} cannot be written")]
+    if run.dir is not None and config.checkpoint.resume == "none" and folder.is_dir() and any(folder.iterdir()):
+        return [RunFolderError(f"run.dir={run.dir}: the folder is not empty; use checkpoint.resume=auto to go on in "
+                               "it, or give another folder")]
+    return []
