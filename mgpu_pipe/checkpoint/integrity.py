@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mgpu_pipe.checkpoint import files
 from mgpu_pipe.checkpoint.chunks import ChunkedFile, FileRecord, check_bytes, size_fault
@@ -69,7 +69,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest, verify: Verify)
     return data
 
 
-def read_state(folder: Path, manifest: Manifest, verify: Verify) -> dict[str, object]:
+def read_state(folder: Path, manifest: Manifest, verify: Verify) -> dict[str, Any]:
     """The content of state.json.
 
     Raises:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(folder)
         if verify != "off":
             check_sizes(folder, self.manifest)
-        self.state: dict[str, object] = read_state(folder, self.manifest, verify)
+        self.state: dict[str, Any] = read_state(folder, self.manifest, verify)
         self.bytes_read = 0
         """Bytes of tensor files read so far, headers and whole checked chunks included."""
 
@@ -64,9 +65,19 @@ class CheckpointReader:
         """Names of all tensors of ``kind``, "model" or "optimizer"."""
         return list(self.manifest.tensors[kind])
 
-    def shape(self, name: str, kind: str = "model") -> tuple[int, ...]:
-        """The whole shape of a tensor."""
-        return self.manifest.tensors[kind][name].shape
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole shape of a tensor of either kind; an optimizer's name has a "/", a parameter's has none."""
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored dtype of a tensor of either kind."""
+        return DTYPES[self._tensor(name).dtype]
+
+    def _tensor(self, name: str) -> StoredTensor:
+        for tensors in self.manifest.tensors.values():
+            if name in tensors:
+                return tensors[name]
+        raise CheckpointError(f"{self.folder}: holds no tensor {name}")
 
     def differences(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
         """How the checkpoint's tensors differ from ``name -> whole shape`` of a live model or optimizer."""

@@ -49,8 +49,8 @@ def list_steps(root: Path, verify: Verify = "size") -> list[CheckpointInfo]:
 
 def newest_valid(
     root: Path, on_corruption: Literal["fallback", "stop"] = "fallback", verify: Verify = "full"
-) -> Path | None:
-    """The folder of the newest step that is whole; None if there is none.
+) -> CheckpointInfo | None:
+    """The newest step that is whole; None if there is none.
 
     A damaged step is named in a warning (file and chunk) and the one before it is tried. Under several ranks, one
     asks and tells the others.
@@ -61,7 +61,7 @@ def newest_valid(
     for step, path in reversed(layout.committed(root).items()):
         info = inspect(path, verify, step)
         if info.valid:
-            return path
+            return info
         if on_corruption == "stop":
             raise CheckpointError(f"{info.reason}; set checkpoint.on_corruption=fallback to take the step before it")
         _log.warning("checkpoint of step %d is left out: %s", step, info.reason)
@@ -100,4 +100,4 @@ def resolve_source(
     found = newest_valid(root, on_corruption, verify)
     if found is None:
         raise CheckpointError(f"{key}={source}: none of its {len(steps)} checkpoints is whole; give another run")
-    return found
+    return found.path
