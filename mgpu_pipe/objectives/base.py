@@ -97,4 +97,4 @@ class Objective(pl.LightningModule):
         assert self._evaluated is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
         loss = float(strategy.sum_over_data(self._evaluated[:1])[0] / self._evaluated[1])
-        self.log("val/loss", torch.tensor(loss, dtype=torch.float64), rank_zero_only=False)
+        self.log("val/loss", torch.tensor(loss, dtype=torch.float64), logger=False, batch_size=1)

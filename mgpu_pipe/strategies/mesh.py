@@ -178,6 +178,9 @@ class MeshStrategy(ParallelStrategy):
         if self._dropout_seed is not None:
             at = self.dims.data_parallel_rank(self.global_rank)
             torch.manual_seed(step_seed(self._dropout_seed, window.step, at))
+        if self._reducer is not None:
+            # Here, not after the update: Lightning and its callbacks may have set gradients to None since.
+            self._reducer.zero()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
             last = index == len(window.micro_batches) - 1
@@ -212,9 +215,8 @@ class MeshStrategy(ParallelStrategy):
         return StepResult(loss, norm_value, stopping > 0)
 
     def zero_gradients(self) -> None:
-        if self._reducer is not None:
-            self._reducer.zero()
-        else:
+        """Free the gradients; the reducer's stay in its buckets and are cleared when the next window starts."""
+        if self._reducer is None:
             for parameter in self._parameters:
                 parameter.grad = None
 

@@ -1,0 +1,77 @@
+"""Tiny models and step windows for tests, and the plain one-process computation they are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+
+VOCABULARY, SEQ_LEN = 96, 24
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+MODELS = {
+    "llama": ModelConfig(name="llama", type="llama", config=dict(COMMON)),
+    "qwen3": ModelConfig(name="qwen3", type="qwen3", config={**COMMON, "head_dim": 8}),
+    "mixtral": ModelConfig(
+        name="mixtral", type="mixtral", config={**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "gpt2": ModelConfig(
+        name="gpt2", type="gpt2",
+        config={"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
+                "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ),
+}
+
+
+def global_batch(step: int, samples: int = 8) -> dict[str, torch.Tensor]:
+    """Packed rows of uneven documents, some labels masked, and one row that is mostly padding."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, VOCABULARY, (samples, SEQ_LEN + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    positions = torch.arange(SEQ_LEN).expand(samples, -1).clone()
+    for row in range(samples):
+        cut = int(torch.randint(3, SEQ_LEN - 3, (1,), generator=generator))
+        positions[row, cut:] = torch.arange(SEQ_LEN - cut)
+        labels[row, cut - 1] = IGNORE_INDEX
+        if row % 3 == 1:
+            labels[row, cut:] = IGNORE_INDEX
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels, "position_ids": positions}
+
+
+def window(step: int, rank: int, world_size: int, micro_batch_size: int, samples: int = 8) -> StepWindow:
+    batch = global_batch(step, samples)
+    share = samples // world_size
+    mine = {name: value[rank * share : (rank + 1) * share] for name, value in batch.items()}
+    micro_batches = [
+        {name: value[at : at + micro_batch_size] for name, value in mine.items()}
+        for at in range(0, share, micro_batch_size)
+    ]
+    normalizer = int((batch["labels"] != IGNORE_INDEX).sum())
+    return StepWindow(step, step * samples, samples, micro_batches, normalizer)
+
+
+def plain_steps(model: torch.nn.Module, steps: int, lr: float, max_norm: float | None = None) -> dict[str, Any]:
+    """The oracle: whole batches, whole logits, stock AdamW, in one process."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        batch = global_batch(step)
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX)
+        optimizer.zero_grad()
+        loss.backward()
+        present = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = float(torch.stack([g.double().square().sum() for g in present]).sum().sqrt())
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if max_norm is not None and norm > max_norm:
+            for gradient in present:
+                gradient.mul_(max_norm / (norm + 1e-6))
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
