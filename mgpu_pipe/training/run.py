@@ -241,8 +241,7 @@ def _build_trainer(
                  for name, node in config.callbacks.items()]
     loggers = []
     if rank == 0:
-        defaults = {"save_dir": str(paths.root)}
-        loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", defaults=defaults)
+        loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", save_dir=str(paths.root))
                    for name, node in config.logger.items()]
     trainer = pl.Trainer(
         accelerator=device.type,

@@ -1,0 +1,42 @@
+# make train   installs into .venv and trains the quickstart model
+# make test    lint, types, import order and every test
+# make test-fast  the tests without those that launch whole runs
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DEVELOPMENT := $(VENV)/.development
+
+.PHONY: train test test-fast lint bench clean
+
+train: $(INSTALLED)
+	$(BIN)/mgpu-pipe experiment=quickstart
+
+test: lint
+	$(BIN)/python -m pytest tests
+
+test-fast: $(DEVELOPMENT)
+	$(BIN)/python -m pytest tests -m "not slow"
+
+lint: $(DEVELOPMENT)
+	$(BIN)/ruff check mgpu_pipe tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(DEVELOPMENT)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# torch first and pinned: then nothing else pulls another build of it.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("mgpu_pipe needs Python 3.10 to 3.13") if not (3, 10) <= sys.version_info < (3, 14) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	touch $@
+
+$(DEVELOPMENT): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
