@@ -1,0 +1,177 @@
+"""Conversations: rendering by the tokenizer's own chat template, and which characters the assistant said.
+
+The template is rendered as transformers' ``apply_chat_template`` renders it (the same Jinja settings, in a sandbox
+that forbids changes to what it is given), so that training sees what generation will send. ``strftime_now`` is not
+defined: a template that asks for the date falls back to its own fixed one, and data stays the same tomorrow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mgpu_pipe.data.files import json_row, missing_column
+from mgpu_pipe.errors import DataError
+
+Span = tuple[int, int]
+# Unicode noncharacters, which no text contains: they mark places in a rendering.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+class _GenerationTag(Extension):
+    """``{% generation %} ... {% endgeneration %}``: a template's own mark of what the assistant says."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return _OPEN + caller() + _CLOSE
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+@dataclass
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: the Jinja text.
+        special_tokens: what templates may name: ``bos_token``, ``eos_token``, ...
+        stop_tokens: texts of the tokenizer's special tokens, which may end a turn.
+
+    Raises:
+        jinja2.TemplateSyntaxError: the template is not valid Jinja.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    stop_tokens: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        self._template = environment.from_string(self.source)
+        self._marks_generation = bool(_GENERATION.search(self.source))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
+        """The text of ``messages``; with ``prompt``, followed by the beginning of an assistant's turn.
+
+        Raises:
+            TemplateError: the template refuses these messages.
+        """
+        return self._template.render(
+            messages=messages, tools=tools, add_generation_prompt=prompt, **self.special_tokens
+        )
+
+    def conversation(self, line: str, origin: str, column: str) -> tuple[str, list[Span]]:
+        """The text of one JSON line and the character spans ``[start, end)`` that the assistant said.
+
+        A span holds all that the template adds for the assistant's message after the generation prompt, the end of
+        its turn included. Where a template renders a message differently once others follow (some drop earlier
+        reasoning), a span is the message's content as rendered, and a special token right behind it.
+
+        Raises:
+            DataError: broken JSON, wrong messages, or messages that the template refuses; names file and line.
+        """
+        row = json_row(line, origin)
+        if column not in row:
+            raise missing_column(origin, "data.messages_column", column, list(row))
+        messages = _checked_messages(row[column], origin, column)
+        tools = row.get("tools")
+        try:
+            full = self.render(messages, tools)
+        except (TemplateError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{origin}: the chat template refuses these messages: {error}") from error
+        if self._marks_generation:
+            return _marked_spans(full)
+        spans = [
+            self._turn(full, messages, tools, index) or self._content(full, messages, tools, index, origin)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        return full, sorted(spans)
+
+    def _turn(self, full: str, messages: list[dict[str, Any]], tools: object, index: int) -> Span | None:
+        """The span of message ``index`` if the rendering up to it is a prefix of ``full``."""
+        try:
+            after = self.render(messages[: index + 1], tools)
+            plain = self.render(messages[:index], tools)
+            before = self.render(messages[:index], tools, prompt=True)
+        except TemplateError:
+            return None
+        if not (full.startswith(after) and after.startswith(plain)):
+            return None
+        start = len(os.path.commonprefix([before, after]))
+        return (start, len(after)) if len(plain) <= start < len(after) else None
+
+    def _content(self, full: str, messages: list[dict[str, Any]], tools: object, index: int, origin: str) -> Span:
+        """The span of message ``index`` by comparing with a rendering in which its content is another."""
+        other = [dict(message) for message in messages]
+        other[index]["content"] = _OPEN
+        try:
+            changed = self.render(other, tools)
+        except TemplateError as error:
+            raise DataError(f"{origin}: the chat template refuses these messages: {error}") from error
+        if changed.count(_OPEN) != 1:
+            raise DataError(f"{origin}: the chat template does not render the content of message {index + 1} once")
+        start = len(os.path.commonprefix([full, changed]))
+        tail = changed[changed.index(_OPEN) + 1 :]
+        if not full.endswith(tail):
+            raise DataError(f"{origin}: the chat template renders message {index + 1} in a way that hides its end")
+        end = max(start, len(full) - len(tail))
+        stop = next((token for token in self.stop_tokens if token and full.startswith(token, end)), "")
+        return start, len(full) if index == len(messages) - 1 else end + len(stop)
+
+
+def _marked_spans(marked: str) -> tuple[str, list[Span]]:
+    """Text and spans of a rendering whose assistant parts stand between the two marks."""
+    text, spans, start = "", [], 0
+    for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+        if part == _OPEN:
+            start = len(text)
+        elif part == _CLOSE:
+            spans.append((start, len(text)))
+        else:
+            text += part
+    return text, spans
+
+
+def _checked_messages(value: object, origin: str, column: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{origin}: message {number} is not an object with a role (user, assistant, system, tool)")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise DataError(f"{origin}: the content of message {number} must be a string")
+        if content and (_OPEN in content or _CLOSE in content):
+            raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 or U+FDD1)")
+    roles = [message["role"] for message in value]
+    if "assistant" not in roles:
+        raise DataError(f"{origin}: no message has the role assistant (roles: {', '.join(roles)}): nothing to learn")
+    return value
+

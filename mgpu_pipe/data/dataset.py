@@ -1,0 +1,93 @@
+"""Samples as tensors: packs of document pieces gathered from the memory-mapped token file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mgpu_pipe.data.packing import Packs, ranges
+from mgpu_pipe.data.prepare import PreparedData, Split, open_packs
+from mgpu_pipe.data.token_store import TokenStore
+from mgpu_pipe.data.window import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """One split's samples, each of ``seq_len`` tokens."""
+
+    store: TokenStore
+    packs: Packs
+    valid_tokens: NDArray[np.int64]
+    """Labels that count, of each sample; shape ``(samples,)``."""
+    seq_len: int
+    padding_token_id: int
+
+    @classmethod
+    def open(cls, prepared: PreparedData, split: Split) -> PackedDataset:
+        """Map a split's files into memory; costs no time that grows with the data.
+
+        Raises:
+            ValueError: nothing is held out, and the held-out split is asked for.
+        """
+        files = prepared.train if split == "train" else prepared.validation
+        if files is None:
+            raise ValueError("this data holds nothing out")
+        packs, valid_tokens = open_packs(files.packs)
+        return cls(TokenStore.open(files.tokens), packs, valid_tokens, prepared.seq_len, prepared.eos_token_id)
+
+    def __len__(self) -> int:
+        return self.packs.num_samples
+
+    def batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
+        ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.window.StepWindow` defines them.
+
+        The label at the last position of a piece whose document goes on is the document's next token, which lies in
+        another sample: a cut costs context, not labels.
+        """
+        rows = len(indices)
+        total = rows * self.seq_len
+        # Every sample ends with a run of padding (often of length 0), so that runs tile the batch.
+        first = self.packs.offsets[indices]
+        count = self.packs.offsets[indices + 1] - first
+        chosen = ranges(first, count)
+        row_of_piece = np.repeat(np.arange(rows), count)
+        run_of_piece = np.arange(len(chosen)) + row_of_piece
+        run_of_padding = np.cumsum(count + 1) - 1
+        start = np.zeros(len(chosen) + rows, np.int64)
+        length = np.zeros(len(chosen) + rows, np.int64)
+        start[run_of_piece] = self.packs.pieces.start[chosen]
+        length[run_of_piece] = self.packs.pieces.length[chosen]
+        filled = np.bincount(row_of_piece, length[run_of_piece], rows).astype(np.int64)
+        length[run_of_padding] = self.seq_len - filled
+        end = np.cumsum(length)
+        begin = end - length
+
+        place = np.arange(total)
+        source = np.repeat(start - begin, length)
+        source += place
+        position_ids = np.repeat(begin, length)
+        np.subtract(place, position_ids, out=position_ids)
+        tokens = self.store.tokens
+        # Padding reads from the file's start and may run past the end of a small file: clipped, then overwritten.
+        input_ids = tokens.take(source, mode="clip").astype(np.int64)
+        labels = np.empty(total, np.int64)
+        labels[:-1] = input_ids[1:]
+        last = end[run_of_piece] - 1
+        next_token = tokens.take((start + length)[run_of_piece], mode="clip").astype(np.int64)
+        labels[last] = np.where(self.packs.pieces.continues[chosen], next_token, IGNORE_INDEX)
+        if self.store.loss_mask is not None:
+            source += 1
+            labels[self.store.loss_mask.take(source, mode="clip") == 0] = IGNORE_INDEX
+        padding = ranges(begin[run_of_padding], length[run_of_padding])
+        input_ids[padding] = self.padding_token_id
+        labels[padding] = IGNORE_INDEX
+        shape = (rows, self.seq_len)
+        return {
+            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
+            "labels": torch.from_numpy(labels.reshape(shape)),
+            "position_ids": torch.from_numpy(position_ids.reshape(shape)),
+        }

@@ -1,0 +1,236 @@
+"""Documents to token ids: in this process, or in a pool of processes that die with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.data.sources import Document
+from mgpu_pipe.data.split import document_hash
+from mgpu_pipe.errors import WorkerError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.chat import ChatTemplate, Span
+
+# A batch is large against the cost of handing it to a process, and small against memory.
+_BATCH_CHARACTERS = 1 << 18
+_BATCH_DOCUMENTS = 1024
+# Below this much text a process pool costs more time than it saves.
+_POOL_FROM_CHARACTERS = 4 << 20
+_BATCHES_IN_FLIGHT = 4
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+class EncodedBatch(NamedTuple):
+    """Tokens of consecutive documents, each ended by the end-of-sequence token."""
+
+    tokens: NDArray[np.unsignedinteger]
+    lengths: NDArray[np.int64]
+    """Tokens of each document."""
+    hashes: NDArray[np.uint64]
+    """:func:`mgpu_pipe.data.split.document_hash` of each document."""
+    loss_mask: NDArray[np.uint8] | None
+    """1 where a token counts as a label; None where all do."""
+    size: int
+    """Progress: sum of the documents' sizes."""
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What a process needs to encode."""
+
+    tokenizer_file: str
+    eos_token_id: int
+    token_bytes: int
+    """2 or 4: width of a stored token."""
+    chat_template: str | None = None
+    """Makes the documents conversations: JSON lines with a column of messages."""
+    messages_column: str = "messages"
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    stop_tokens: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(np.uint16 if self.token_bytes == 2 else np.uint32)
+
+    def template(self) -> ChatTemplate | None:
+        if self.chat_template is None:
+            return None
+        from mgpu_pipe.data.chat import ChatTemplate
+
+        return ChatTemplate(self.chat_template, self.special_tokens, self.stop_tokens)
+
+
+class Encoder:
+    """A tokenizer that turns batches of documents into :class:`EncodedBatch`.
+
+    Text gets the special tokens that the tokenizer itself adds (a BOS, where it has one); a rendered conversation
+    holds its own. The end-of-sequence token is appended unless it is there already.
+    """
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        from tokenizers import Tokenizer
+
+        self._spec = spec
+        self._tokenizer = Tokenizer.from_file(spec.tokenizer_file)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = spec.template()
+
+    def encode(self, documents: list[Document]) -> EncodedBatch:
+        eos = self._spec.eos_token_id
+        pieces: list[list[int]] = []
+        masks: list[NDArray[np.uint8]] = []
+        if self._template is None:
+            texts = [document.text for document in documents]
+            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True):
+                pieces.append(encoding.ids)
+        else:
+            for document in documents:
+                text, spans = self._template.conversation(document.text, document.origin, self._spec.messages_column)
+                encoding = self._tokenizer.encode(text, add_special_tokens=False)
+                pieces.append(encoding.ids)
+                masks.append(_span_mask(encoding.offsets, spans))
+        for index, ids in enumerate(pieces):
+            if not ids or ids[-1] != eos:
+                pieces[index] = [*ids, eos]
+                if self._template is not None:
+                    # Where the assistant spoke last, the end of the text is the end of what it says.
+                    ends = bool(len(masks[index])) and bool(masks[index][-1])
+                    masks[index] = np.append(masks[index], np.uint8(ends))
+        lengths = np.array([len(ids) for ids in pieces], dtype=np.int64)
+        return EncodedBatch(
+            tokens=np.fromiter(chain.from_iterable(pieces), self._spec.dtype, int(lengths.sum())),
+            lengths=lengths,
+            hashes=np.array([document_hash(document.text) for document in documents], dtype=np.uint64),
+            loss_mask=np.concatenate(masks) if masks else None,
+            size=sum(document.size for document in documents),
+        )
+
+
+def _span_mask(offsets: list[tuple[int, int]], spans: list[Span]) -> NDArray[np.uint8]:
+    """1 for every token whose first character lies in one of the (sorted, disjoint) spans."""
+    if not spans or not offsets:
+        return np.zeros(len(offsets), np.uint8)
+    first = np.array(offsets, dtype=np.int64)[:, 0]
+    starts, ends = np.array(spans, dtype=np.int64).T
+    at = np.searchsorted(starts, first, side="right") - 1
+    return ((at >= 0) & (first < ends[at])).astype(np.uint8)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Consecutive documents in batches of about 256 Ki characters; a longer document is a batch of its own."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        if batch and (characters + len(document.text) > _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(document)
+        characters += len(document.text)
+    if batch:
+        yield batch
+
+
+def encode_all(spec: EncoderSpec, documents: Iterable[Document], workers: int) -> Iterator[EncodedBatch]:
+    """Encode ``documents`` in order.
+
+    Uses ``workers`` processes (spawned, not forked) where there is enough text for them; at most a few batches a
+    process are in memory.
+
+    Raises:
+        DataError: a document is broken.
+        WorkerError: a process was killed.
+    """
+    waiting = batches(documents)
+    head: list[list[Document]] = []
+    characters = 0
+    if workers > 1:
+        for batch in waiting:
+            head.append(batch)
+            characters += sum(len(document.text) for document in batch)
+            if characters >= _POOL_FROM_CHARACTERS:
+                break
+    if characters >= _POOL_FROM_CHARACTERS:
+        yield from _encode_in_pool(spec, chain(head, waiting), workers)
+        return
+    encoder = Encoder(spec)
+    for batch in chain(head, waiting):
+        with library_threads(False):
+            encoded = encoder.encode(batch)
+        yield encoded
+
+
+def _encode_in_pool(spec: EncoderSpec, work: Iterable[list[Document]], workers: int) -> Iterator[EncodedBatch]:
+    pool = ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(spec,)
+    )
+    running: deque[Future[EncodedBatch]] = deque()
+    try:
+        for batch in work:
+            running.append(pool.submit(_work, batch))
+            if len(running) >= _BATCHES_IN_FLIGHT * workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    except BrokenProcessPool as error:
+        raise WorkerError(
+            "a tokenising process died (killed, or out of memory): use fewer with data.tokenize_workers=1"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(spec: EncoderSpec) -> None:
+    """Ready a pool's process: it ends with its parent, leaves Ctrl-C to it, and takes one core."""
+    global _encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ[_PARALLELISM] = "false"
+    _encoder = Encoder(spec)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(batch: list[Document]) -> EncodedBatch:
+    if _encoder is None:
+        raise RuntimeError("the worker was not started by its initializer")
+    return _encoder.encode(batch)
+
+
+@contextmanager
+def library_threads(use: bool) -> Iterator[None]:
+    """Let the tokenizers library use its threads, or not.
+
+    Said in so many words, for otherwise it warns in every process that is forked later.
+    """
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "true" if use else "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLELISM]
+        else:
+            os.environ[_PARALLELISM] = before

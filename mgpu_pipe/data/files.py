@@ -1,0 +1,209 @@
+"""Local data files: globs, strict UTF-8, rows of JSON lines and Parquet, and content hashes."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, write_json
+from mgpu_pipe.errors import ConfigError, DataError
+
+_HASH_BLOCK = 1 << 20
+# A file changed this shortly before it was hashed may change again within one tick of the file system's clock.
+_RACY_NS = 2_000_000_000
+_TEST_FOLDERS = {"test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
+
+
+def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
+    """The files that ``patterns`` (paths or globs, ``**`` included) name: sorted within a pattern, each file once.
+
+    Raises:
+        ConfigError: no pattern, or a pattern that matches no file.
+    """
+    if not patterns:
+        raise ConfigError(key, "[]", "give at least one file or glob, e.g. 'corpus/**/*.txt'")
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        text = os.path.expanduser(pattern)
+        # A name with brackets or stars in it may exist as it stands.
+        names = [text] if os.path.exists(text) else sorted(glob.glob(text, recursive=True))
+        files = [Path(name) for name in names if os.path.isfile(name)]
+        if not files:
+            if names and all(os.path.isdir(name) for name in names):
+                raise ConfigError(key, pattern, f"name the files, e.g. '{pattern.rstrip('/')}/**/*'", "is a folder")
+            raise ConfigError(key, pattern, "give a file or a glob that exists (seen from the working directory)",
+                              "matches no file")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def stdlib_files() -> list[Path]:
+    """The running Python's own library sources, tests and installed packages left out, sorted by relative path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [n for n in subfolders if n not in _TEST_FOLDERS and not n.startswith("config-")]
+        found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    relative = sorted(os.path.relpath(name, root) for name in found if os.path.getsize(name))
+    if not relative:
+        raise DataError(f"data.source=stdlib_text: {root} holds no library sources; use data.source=text_files")
+    return [root / name for name in relative]
+
+
+def check_readable(path: Path) -> int:
+    """The size of ``path`` in bytes.
+
+    Raises:
+        DataError: it is missing, unreadable or empty.
+    """
+    try:
+        with open(path, "rb"):
+            size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if size == 0:
+        raise DataError(f"{path}: is empty; remove it from the data's paths")
+    return size
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of ``path``; a DataError names a file that cannot be read or is empty."""
+    check_readable(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def decode(raw: bytes, where: str, offset: int = 0) -> str:
+    """``raw`` as strict UTF-8; ``offset`` is where it begins in its file.
+
+    Raises:
+        DataError: not UTF-8; names ``where`` and the first bad byte's offset in the file.
+    """
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise DataError(
+            f"{where}: is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {at}); convert it, "
+            f"e.g. with iconv -t UTF-8"
+        ) from error
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str, int]]:
+    """The lines of a text file that are not blank: ``(line, "file:number", size in bytes)``."""
+    check_readable(path)
+    offset, rows = 0, 0
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = decode(raw, f"{path}:{number}", offset)
+            offset += len(raw)
+            if number == 1:
+                line = line.removeprefix("\ufeff")
+            if line.strip():
+                rows += 1
+                yield line, f"{path}:{number}", len(raw)
+    if not rows:
+        raise DataError(f"{path}: holds blank lines only; remove it from the data's paths")
+
+
+def json_row(line: str, origin: str) -> dict[str, Any]:
+    """One line of JSON as a mapping.
+
+    Raises:
+        DataError: broken JSON or not an object; names file and line.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{origin}: is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{origin}: is JSON nested too deeply") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{origin}: is a JSON {type(row).__name__}, not an object with columns")
+    return row
+
+
+def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
+    """The error of a file without the configured column."""
+    return DataError(f"{where}: has no column '{column}'; set {key} to one that is there: {', '.join(there) or 'none'}")
+
+
+def parquet_rows(path: Path, column: str, key: str = "data.text_column") -> Iterator[tuple[str, str, int]]:
+    """The strings of one column of a Parquet file, a row group at a time: ``(text, "file: row n", share of size)``."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed") from error
+    size = check_readable(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            if column not in schema.names:
+                raise missing_column(str(path), key, column, schema.names)
+            kind = schema.field(column).type
+            value_type = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not (pyarrow.types.is_string(value_type) or pyarrow.types.is_large_string(value_type)):
+                raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
+            rows = file.metadata.num_rows
+            if not rows:
+                raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    if text is None:
+                        raise DataError(f"{path}: row {number} has no value in column '{column}'")
+                    yield text, f"{path}: row {number}", size * number // rows - size * (number - 1) // rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: is not a readable Parquet file: {error}".splitlines()[0]) from error
+
+
+def file_hashes(paths: Sequence[Path], cache: Path, progress: Progress = no_progress) -> list[str]:
+    """SHA-256 of each file's content.
+
+    A file whose size, times and inode are those of the last look is not read again; a change of its content moves
+    the change time even where the modification time is put back.
+    """
+    index_file = cache / "fingerprints" / f"{digest_of([os.path.abspath(path) for path in paths])}.json"
+    try:
+        known = json.loads(index_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    total = sum(check_readable(path) for path in paths)
+    done, fresh, hashes = 0, {}, []
+    for path in paths:
+        now = time.time_ns()
+        stat = path.stat()
+        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        entry = known.get(str(path))
+        if not entry or entry["state"] != state or entry["seen_ns"] - stat.st_ctime_ns < _RACY_NS:
+            entry = {"state": state, "sha256": _hash_file(path), "seen_ns": now}
+        fresh[str(path)] = entry
+        hashes.append(entry["sha256"])
+        done += stat.st_size
+        progress("hash", done, total)
+    if fresh != known:
+        index_file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(index_file, fresh)
+    return hashes
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(_HASH_BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()

@@ -1,0 +1,249 @@
+"""Where documents come from: local files, the running Python's library, and plug-ins.
+
+A source yields one :class:`Document` after another, always in the same order, and has an identity: a hash of all
+content it will yield. Packages add sources through the entry point group ``mgpu_pipe.data``: a callable that takes the
+:class:`RunConfig` and returns an iterable of ``str`` documents. If the callable has an attribute ``fingerprint``
+(RunConfig to str), that is the identity; otherwise every document is read once more to hash it. With
+``data.validation_paths`` the callable gets those as ``data.paths`` for the held-out documents.
+``synthetic`` makes tokens, not text: :mod:`mgpu_pipe.data.synthetic`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+
+ENTRY_POINT_GROUP = "mgpu_pipe.data"
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
+BUILT_IN = ("stdlib_text", *FILE_SOURCES, "synthetic")
+# The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
+_CHECKED_BYTES = 32 << 20
+
+
+class Document(NamedTuple):
+    """One document: its text (of ``chat_jsonl``: the JSON line), where it stands, its share of the progress."""
+
+    text: str
+    origin: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A repeatable stream of documents."""
+
+    name: str
+    identity: str
+    """Hash of the content of all documents and of their order."""
+    size: int
+    """Sum of the documents' ``size``; 0 where it is not known beforehand."""
+    documents: Callable[[], Iterator[Document]]
+    kind: Literal["text", "chat"] = "text"
+
+
+def source_names() -> list[str]:
+    """Every name that ``data.source`` takes, plug-ins last."""
+    return [*BUILT_IN, *sorted(set(_plug_ins()) - set(BUILT_IN))]
+
+
+def _plug_ins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _unknown(name: str) -> ConfigError:
+    names = source_names()
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+    return ConfigError("data.source", name, hint, "no such source")
+
+
+def validation_source_config(config: RunConfig) -> RunConfig:
+    """The configuration whose ``data.paths`` are the held-out files.
+
+    Raises:
+        ConfigError: the source reads no paths.
+    """
+    if config.data.source in ("stdlib_text", "synthetic"):
+        raise ConfigError("data.validation_paths", config.data.validation_paths,
+                          "use data.validation_fraction", f"data.source={config.data.source} reads no paths")
+    return replace(config, data=replace(config.data, paths=config.data.validation_paths))
+
+
+def check_sources(config: RunConfig) -> None:
+    """What can be known to be wrong with the data without tokenising it: quick and torch-free.
+
+    Paths match, files can be read, are not empty and (the first 32 MiB) UTF-8, first rows have their column, numbers
+    are in range. All errors are collected.
+
+    Raises:
+        ConfigErrors: the errors found, as ConfigError and DataError.
+    """
+    data = config.data
+    checks: list[Callable[[], object]] = [lambda: _check_numbers(data)]
+    if data.source in FILE_SOURCES:
+        checks.append(lambda: _check_files(data, data.paths, "data.paths"))
+        if data.validation_paths:
+            checks.append(lambda: _check_files(data, data.validation_paths, "data.validation_paths"))
+    elif data.source == "stdlib_text":
+        checks.append(files.stdlib_files)
+    elif data.source != "synthetic" and data.source not in _plug_ins():
+        raise ConfigErrors([_unknown(data.source)])
+    if data.validation_paths:
+        checks.append(lambda: validation_source_config(config))
+    errors: list[BadInputError] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigErrors as several:
+            errors += several.errors
+        except BadInputError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def _check_numbers(data: DataConfig) -> None:
+    errors: list[BadInputError] = []
+    if not 0 <= data.validation_fraction < 1:
+        errors.append(ConfigError("data.validation_fraction", data.validation_fraction,
+                                  "use a share of at least 0 and below 1"))
+    if data.seq_len < 2:
+        errors.append(ConfigError("data.seq_len", data.seq_len, "use at least 2: a token and the one that follows"))
+    if data.validation_max_samples is not None and data.validation_max_samples < 1:
+        errors.append(ConfigError("data.validation_max_samples", data.validation_max_samples,
+                                  "use at least 1, or null for all; data.validation_fraction=0 holds out none"))
+    if data.tokenize_workers != "auto" and data.tokenize_workers < 1:
+        errors.append(ConfigError("data.tokenize_workers", data.tokenize_workers, "use at least 1, or auto"))
+    if data.num_workers < 0:
+        errors.append(ConfigError("data.num_workers", data.num_workers, "use 0 or more"))
+    if data.source == "synthetic":
+        shape = data.synthetic
+        for name, value, least in (("num_documents", shape.num_documents, 1), ("mean_length", shape.mean_length, 2),
+                                   ("sigma", shape.sigma, 0)):
+            if value < least:
+                errors.append(ConfigError(f"data.synthetic.{name}", value, f"use at least {least}"))
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def _check_files(data: DataConfig, patterns: list[str], key: str) -> None:
+    budget = _CHECKED_BYTES
+    errors: list[BadInputError] = []
+    for path in files.expand_paths(patterns, key):
+        try:
+            size = files.check_readable(path)
+            if budget > 0:
+                _check_content(data, path, size <= budget)
+            budget -= size
+        except BadInputError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
+    """Look into one file; a file that is larger than the budget is looked into at its beginning only."""
+    if data.source == "parquet":
+        with open(path, "rb") as file:
+            if file.read(4) != b"PAR1":
+                raise DataError(f"{path}: is not a readable Parquet file: it does not begin with PAR1")
+        return
+    if whole:
+        files.decode(files.read_bytes(path), str(path))
+    if data.source == "text_files":
+        return
+    line, origin, _ = next(files.read_lines(path))
+    row = files.json_row(line, origin)
+    key, column = (("data.messages_column", data.messages_column) if data.source == "chat_jsonl"
+                   else ("data.text_column", data.text_column))
+    if column not in row:
+        raise files.missing_column(origin, key, column, list(row))
+
+
+def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress) -> Source:
+    """The source that ``config.data`` names, its content hashed.
+
+    Raises:
+        ConfigError: an unknown source, or paths that match nothing.
+        DataError: a file that is missing, empty or unreadable.
+    """
+    data = config.data
+    if data.source == "stdlib_text":
+        return _file_source(data, files.stdlib_files(), cache, progress)
+    if data.source in FILE_SOURCES:
+        return _file_source(data, files.expand_paths(data.paths, "data.paths"), cache, progress)
+    points = _plug_ins()
+    if data.source not in points:
+        raise _unknown(data.source)
+    return _plug_in_source(config, points[data.source].load())
+
+
+def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
+    hashes = files.file_hashes(paths, cache, progress)
+    column = {"jsonl": data.text_column, "parquet": data.text_column, "chat_jsonl": data.messages_column}
+    readers: dict[str, Callable[[Path], Iterator[Document]]] = {
+        "jsonl": lambda path: _jsonl(path, data.text_column),
+        "parquet": lambda path: (Document(*row) for row in files.parquet_rows(path, data.text_column)),
+        "chat_jsonl": lambda path: (Document(*row) for row in files.read_lines(path)),
+    }
+    read = readers.get(data.source, _whole_file)
+    # A text file is a document whatever the source is called.
+    form = data.source if data.source in readers else "text_files"
+
+    def documents() -> Iterator[Document]:
+        for path in paths:
+            yield from read(path)
+
+    return Source(
+        name=data.source,
+        identity=digest_of("files", form, column.get(data.source), hashes),
+        size=sum(path.stat().st_size for path in paths),
+        documents=documents,
+        kind="chat" if data.source == "chat_jsonl" else "text",
+    )
+
+
+def _whole_file(path: Path) -> Iterator[Document]:
+    raw = files.read_bytes(path)
+    yield Document(files.decode(raw, str(path)), str(path), len(raw))
+
+
+def _jsonl(path: Path, column: str) -> Iterator[Document]:
+    for line, origin, size in files.read_lines(path):
+        row = files.json_row(line, origin)
+        if column not in row:
+            raise files.missing_column(origin, "data.text_column", column, list(row))
+        text = row[column]
+        if not isinstance(text, str):
+            raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string")
+        yield Document(text, origin, size)
+
+
+def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]]) -> Source:
+    name = config.data.source
+
+    def documents() -> Iterator[Document]:
+        for number, text in enumerate(load(config)):
+            if not isinstance(text, str):
+                raise DataError(f"data.source={name}: document {number} is {type(text).__name__}, not str")
+            yield Document(text, f"{name} document {number}", 1)
+
+    fingerprint = getattr(load, "fingerprint", None)
+    if fingerprint is not None:
+        return Source(name, digest_of("plug-in", name, str(fingerprint(config))), 0, documents)
+    digest, count = hashlib.sha256(), 0
+    for document in documents():
+        raw = document.text.encode()
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+        count += 1
+    return Source(name, digest_of("plug-in", name, digest.hexdigest()), count, documents)

@@ -1,0 +1,98 @@
+"""A byte-level BPE tokenizer trained on the training documents, for runs that bring none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mgpu_pipe.data.cache import Progress, write_json
+from mgpu_pipe.data.encode import library_threads
+from mgpu_pipe.data.split import document_hash, held_out
+from mgpu_pipe.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+BYTE_LEVEL_MINIMUM = 257
+"""256 bytes and the end-of-text token."""
+_TRAINING_CHARACTERS = 256 << 20
+"""Merges learned from more text than this do not change; larger corpora give a keyed share of their documents."""
+
+
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, folder: Path
+) -> None:
+    """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its tokenizer folder.
+
+    The same texts give the same file, whatever the number of threads.
+
+    Raises:
+        DataError: there is no text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    with library_threads(True):
+        tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer_config(folder, END_OF_TEXT)
+
+
+def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
+    """Write the tokenizer of ``data=synthetic``: id 0 ends a text, id ``i`` is the word ``i``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {END_OF_TEXT: 0, **{str(number): number for number in range(1, vocab_size)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=END_OF_TEXT))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_tokenizer_config(folder, END_OF_TEXT)
+
+
+def write_tokenizer_config(folder: Path, end_of_text: str) -> None:
+    """Write the files that let ``transformers.AutoTokenizer`` load a bare ``tokenizer.json``."""
+    special = {"bos_token": end_of_text, "eos_token": end_of_text, "pad_token": end_of_text}
+    write_json(folder / "special_tokens_map.json", special)
+    write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special,
+    })
+
+
+def check_bpe_size(vocab_size: int) -> None:
+    """Refuse a vocabulary too small for the 256 bytes."""
+    if vocab_size < BYTE_LEVEL_MINIMUM:
+        raise ConfigError("model.config.vocab_size", vocab_size, f"use at least {BYTE_LEVEL_MINIMUM}",
+                          "a byte-level tokenizer needs 256 bytes and an end-of-text token")
+
+
+def training_texts(
+    documents: Iterable[tuple[str, str]], again: Iterable[tuple[str, str]], fraction: float, progress: Progress
+) -> Iterator[str]:
+    """The texts of the documents that are not held out, at most about 256 Mi characters of them.
+
+    Args:
+        documents, again: two passes over the same ``(key, text)`` pairs; ``key`` is what the split goes by.
+        fraction: share of the documents that is held out.
+    """
+    keyed = [(document_hash(key), len(text)) for key, text in documents]
+    hashes = np.array([key for key, _ in keyed], dtype=np.uint64)
+    train = ~held_out(hashes, fraction)
+    characters = int(sum(size for (_, size), use in zip(keyed, train, strict=True) if use))
+    if not characters:
+        raise DataError("data.tokenizer=auto: there is no training text to learn a tokenizer from")
+    share = _TRAINING_CHARACTERS / characters
+    # The low bits are independent of the order that the split takes.
+    train &= (hashes & np.uint64(0xFFFF)) < np.uint64(min(max(int(share * 65536), 1), 65536))
+    done, total = 0, int(sum(size for (_, size), use in zip(keyed, train, strict=True) if use))
+    for (_, text), use in zip(again, train, strict=True):
+        if use:
+            yield text
+            done += len(text)
+            progress("train tokenizer", done, total)
