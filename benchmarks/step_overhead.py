@@ -1,0 +1,166 @@
+"""The framework's own time a step, on a toy model of two linear layers, over plain torch; the peer is Lightning's
+automatic optimisation with its progress bar and CSV logger. ``python -m benchmarks.step_overhead``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.loggers import CSVLogger
+
+from benchmarks.support import finish
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import CheckpointConfig, TrainerConfig
+from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.metrics_file import MetricsWriter
+from mgpu_pipe.training.progress import Progress
+from mgpu_pipe.training.recorder import StepRecorder
+
+STEPS, BLOCKS = 1000, 3
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "enable_checkpointing": False, "enable_model_summary": False, "max_steps": STEPS,
+}
+
+
+def toy() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+class Batches:
+    """The same batch ``STEPS`` times, as a step window or bare."""
+
+    def __init__(self, windows: bool) -> None:
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Any]:
+        x = torch.randn(8, 32)
+        for step in range(STEPS):
+            yield StepWindow(step, step * 8, 8, [{"x": x}], 8) if self.windows else x
+
+
+class ToyObjective(Objective):
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.model(batch["x"]).square().sum()
+
+
+class ToyModule(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = toy()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.model(batch).square().sum() / 8
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model)
+
+
+class Clock(pl.Callback):
+    """Time from step 100 to the last."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 100:
+            self.started = time.perf_counter()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.seconds = (time.perf_counter() - self.started) / (STEPS - 100)
+
+
+def plain() -> float:
+    model = toy()
+    optimizer = adamw(model)
+    started = 0.0
+    for step, x in enumerate(Batches(windows=False)):
+        if step == 100:
+            started = time.perf_counter()
+        loss = model(x).square().sum() / 8
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.perf_counter() - started) / (STEPS - 100)
+
+
+def lightning(folder: Path) -> float:
+    clock = Clock()
+    bar = TQDMProgressBar()
+    trainer = pl.Trainer(
+        **QUIET, logger=CSVLogger(folder), callbacks=[clock, bar], gradient_clip_val=1.0, log_every_n_steps=1
+    )
+    trainer.fit(ToyModule(), Batches(windows=False))
+    return clock.seconds
+
+
+def framework(folder: Path) -> float:
+    clock = Clock()
+    strategy = MeshStrategy(ParallelDims(), torch.device("cpu"), max_norm=1.0)
+    paths = RunPaths(folder)
+    recorder = StepRecorder(
+        TrainerConfig(), max_steps=STEPS + 1, start_step=0, save_last=False,
+        checkpointer=Checkpointer(CheckpointConfig(), paths, {"global_batch_size": 8}),
+        writer=MetricsWriter(paths.metrics), progress=Progress(STEPS, "bar", stream=io.StringIO(), run_name="toy"),
+    )
+    trainer = pl.Trainer(
+        **QUIET, strategy=strategy, devices=1, logger=False, callbacks=[clock, recorder], enable_progress_bar=False,
+        val_check_interval=NEVER, check_val_every_n_epoch=None,
+    )
+    quiet_signals(trainer)
+    trainer.fit(ToyObjective(toy(), adamw, lambda step: 1.0), Batches(windows=True))
+    return clock.seconds
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    times: dict[str, list[float]] = {"plain torch": [], "Lightning automatic, bar and CSV": [], "mgpu_pipe": []}
+    for _ in range(BLOCKS):
+        with tempfile.TemporaryDirectory() as folder:
+            times["plain torch"].append(plain())
+            times["Lightning automatic, bar and CSV"].append(lightning(Path(folder) / "lightning"))
+            (Path(folder) / "ours").mkdir()
+            times["mgpu_pipe"].append(framework(Path(folder) / "ours"))
+    base = statistics.median(times["plain torch"])
+    peer = statistics.median(times["Lightning automatic, bar and CSV"])
+    rows = []
+    for name, values in times.items():
+        median = statistics.median(values)
+        rows.append([name, median * 1e6, (median - base) * 1e6, (median - base) / (peer - base)])
+    finish(
+        "step_overhead", "Own time a step, toy model of two linear layers",
+        ["loop", "us a step", "us over plain torch", "share of Lightning's"], rows,
+        f"Medians of {BLOCKS} blocks of {STEPS - 100} steps; one thread; mgpu_pipe with CSV row and bar every step.",
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
