@@ -109,7 +109,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """
     value = as_object(parse(data, where), where)
     version = value.get("format_version")
-    if version != FORMAT_VERSION:
+    if type(version) is not int or version != FORMAT_VERSION:
         raise CheckpointError(f"{where}: format version {version!r}; this program reads version {FORMAT_VERSION}")
     as_object(value, where, _KEYS)
     if as_text(value.pop("root"), f"{where}: root") != _root_hash(value):

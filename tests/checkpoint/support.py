@@ -1,0 +1,126 @@
+"""A small model's tensors, cut in the ways that engines cut them, and files to save them with.
+
+The oracle of every cut is plain slicing of the whole tensor, which every process makes from the same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.host import select
+from mgpu_pipe.checkpoint.save import save
+
+Cut = Callable[[str, tuple[int, ...], int, int], list[Box]]
+
+
+def model_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights of several shapes; "embed.weight" spans two chunks of 4 MiB."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (2100, 512), "qkv.weight": (96, 32), "norm.weight": (33,), "experts": (4, 6, 10)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def optimizer_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """AdamW's state of those weights: two moments, and a scalar step that all ranks hold."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in model_tensors(seed + 1).items():
+        found[f"{name}/exp_avg"] = weight * 0.1
+        found[f"{name}/exp_avg_sq"] = weight.square()
+        found[f"{name}/step"] = torch.tensor(float(seed + 7))
+    return found
+
+
+def whole(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+    return [Box.whole(name, shape)]
+
+
+def rows(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+    """FSDP2: dim 0 cut as torch.chunk does, so the last ranks' shards may be short or empty."""
+    return _along(name, shape, rank, world_size, 0) if shape else whole(name, shape, rank, world_size)
+
+
+def columns(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+    """Tensor parallelism along the last dim."""
+    return _along(name, shape, rank, world_size, len(shape) - 1) if shape else whole(name, shape, rank, world_size)
+
+
+def fused(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+    """Tensor parallelism of a fused qkv: a share of the rows of each third."""
+    if not shape or shape[0] == 0 or shape[0] % 3:
+        return columns(name, shape, rank, world_size)
+    third = shape[0] // 3
+    parts = [_along(name, (third, *shape[1:]), rank, world_size, 0)[0] for _ in range(3)]
+    return [Box(name, (i * third + p.offsets[0], *p.offsets[1:]), p.shape) for i, p in enumerate(parts)]
+
+
+def flat(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+    """ZeRO: a range of the flattened matrix, which is the end of a row, whole rows, and the start of a row."""
+    if len(shape) != 2 or 0 in shape:
+        return rows(name, shape, rank, world_size)
+    total, width = shape[0] * shape[1], shape[1]
+    low, high = rank * total // world_size, (rank + 1) * total // world_size
+    boxes: list[Box] = []
+    while low < high:
+        row, column = divmod(low, width)
+        if column == 0 and high - low >= width:
+            count = (high - low) // width
+            boxes.append(Box(name, (row, 0), (count, width)))
+            low += count * width
+        else:
+            count = min(width - column, high - low)
+            boxes.append(Box(name, (row, column), (1, count)))
+            low += count
+    return boxes
+
+
+CUTS: dict[str, Cut] = {"whole": whole, "rows": rows, "columns": columns, "fused": fused, "flat": flat}
+
+
+def _along(name: str, shape: tuple[int, ...], rank: int, world_size: int, dim: int) -> list[Box]:
+    size = -(-shape[dim] // world_size)
+    low = min(rank * size, shape[dim])
+    high = min(low + size, shape[dim])
+    offsets = tuple(low if d == dim else 0 for d in range(len(shape)))
+    return [Box(name, offsets, tuple(high - low if d == dim else n for d, n in enumerate(shape)))]
+
+
+def cut_pieces(tensors: dict[str, torch.Tensor], cut: Cut, rank: int = 0, world_size: int = 1) -> list[Piece]:
+    """This rank's pieces, as views of the whole tensors."""
+    found: list[Piece] = []
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        for box in cut(name, shape, rank, world_size):
+            found.append(Piece(box, shape, select(tensor, box.offsets, box.shape)))
+    return found
+
+
+def empty_like(pieces: list[Piece]) -> list[Piece]:
+    """The same boxes over tensors full of a value that no test saves."""
+    return [Piece(p.box, p.global_shape, torch.full(p.box.shape, -77.0).to(p.tensor.dtype)) for p in pieces]
+
+
+def config_file(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.yaml"
+    if not path.exists():
+        path.write_text("seed: 1234\n")
+    return path
+
+
+def save_alone(root: Path, step: int, seed: int | None = None) -> Path:
+    """A checkpoint of one process; other seeds are other values."""
+    seed = step if seed is None else seed
+    return save(
+        root, step, cut_pieces(model_tensors(seed), whole), cut_pieces(optimizer_tensors(seed), whole),
+        {"samples_consumed": step * 32, "learning_rate": 0.1 + 0.2}, config_file(root.parent),
+    )
+
+
+def flip_bit(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)

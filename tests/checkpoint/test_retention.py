@@ -1,0 +1,83 @@
+"""Which checkpoints stay, and that a deletion is never seen half done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mgpu_pipe.checkpoint import files, layout
+from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.retention import prune
+from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from tests.checkpoint.support import config_file
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in range(10, 70, 10):
+        _save(tmp_path / "checkpoints", step)
+    return tmp_path / "checkpoints"
+
+
+def _save(root: Path, step: int) -> None:
+    piece = Piece(Box.whole("w", (3,)), (3,), torch.full((3,), float(step)))
+    save(root, step, [piece], [], {}, config_file(root.parent))
+
+
+def _steps(root: Path) -> list[int]:
+    return [info.step for info in list_steps(root) if info.valid]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "best", "kept"),
+    [
+        (0, None, [], [10, 20, 30, 40, 50, 60]),
+        (1, None, [], [60]),
+        (2, None, [], [50, 60]),
+        (99, None, [], [10, 20, 30, 40, 50, 60]),
+        (1, 20, [], [20, 40, 60]),
+        (1, None, [10, 30], [10, 30, 60]),
+        (2, 30, [10, 999], [10, 30, 50, 60]),
+        (-1, None, [], [60]),
+    ],
+)
+def test_the_last_every_and_best_stay(
+    keep_last: int, keep_every: int | None, best: list[int], kept: list[int], root: Path
+) -> None:
+    deleted = prune(root, keep_last, keep_every, best)
+    assert _steps(root) == kept and deleted == sorted({10, 20, 30, 40, 50, 60} - set(kept))
+    assert sorted(path.name for path in root.iterdir()) == [layout.step_folder(root, step).name for step in kept]
+
+
+def test_a_damaged_step_does_not_take_a_good_ones_place(root: Path) -> None:
+    (root / "step-00000060" / "model-00000.safetensors").write_bytes(b"")
+    assert prune(root, 1) == [10, 20, 30, 40]
+    assert _steps(root) == [50] and (root / "step-00000060").exists()
+
+
+def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        (path / "manifest.json").unlink()
+        raise OSError(5, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "remove_folder", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            prune(root, 5)
+    assert (root / "step-00000010.deleting").exists()
+    assert _steps(root) == [20, 30, 40, 50, 60]
+    _save(root, 70)
+    assert not (root / "step-00000010.deleting").exists()
+
+
+def test_a_step_with_a_leftover_of_its_replacement_is_deleted_for_good(root: Path) -> None:
+    (root / "step-00000020").rename(root / "step-00000010.replaced")
+    prune(root, 1)
+    found = newest_valid(root)
+    assert _steps(root) == [60] and found is not None and found.step == 60
+    assert [path.name for path in root.iterdir()] == ["step-00000060"]
