@@ -6,7 +6,6 @@ calls this.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, usable_gpus
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.slots import slot_errors
 from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 AT_LEAST_ONE = (
     "data.seq_len", "data.global_batch_size", "data.micro_batch_size", "data.synthetic.num_documents",
@@ -54,14 +53,14 @@ def all_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
-    """Keys whose value is wrong whatever the others are."""
-    return [*_range_errors(config), *_name_errors(config), *slot_errors(config), *_path_errors(config)]
+    """Keys whose value is wrong whatever other sections say."""
+    return [*range_errors(config), *_name_errors(config), *slot_errors(config), *_path_errors(config),
+            *_model_choice(config), *_missing_paths(config)]
 
 
 def relation_errors(config: RunConfig) -> list[BadInputError]:
     """Keys that contradict one another, or this machine."""
-    return [*_model_choice(config), *_device_errors(config), *_length_errors(config), *_schedule_errors(config),
-            *_data_errors(config), *_run_folder_errors(config)]
+    return [*_device_errors(config), *_length_errors(config), *_schedule_errors(config), *_held_out_errors(config)]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
@@ -100,7 +99,8 @@ def _get(config: RunConfig, key: str) -> object:
     return value
 
 
-def _range_errors(config: RunConfig) -> list[ConfigError]:
+def range_errors(config: RunConfig) -> list[ConfigError]:
+    """Numbers below or above what they can be."""
     errors = []
     for keys, low, fix in (
         (AT_LEAST_ONE, 1, "use a number of at least 1"), (AT_LEAST_ZERO, 0, "use a number of at least 0"),
@@ -208,11 +208,16 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
     return errors
 
 
-def _data_errors(config: RunConfig) -> list[ConfigError]:
+def _missing_paths(config: RunConfig) -> list[ConfigError]:
+    data = config.data
+    if data.source not in FILE_SOURCES or data.paths:
+        return []
+    fix = "give files or globs: data.paths=['/corpus/*']"
+    return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
+
+
+def _held_out_errors(config: RunConfig) -> list[ConfigError]:
     data, errors = config.data, []
-    if data.source in FILE_SOURCES and not data.paths:
-        errors.append(ConfigError("data.paths", "[]", "give files or globs: data.paths=['/corpus/*']",
-                                  f"data.source={data.source} reads files"))
     held_out = data.validation_fraction > 0 or bool(data.validation_paths)
     if config.trainer.val_every_n_steps is not None and not held_out:
         errors.append(ConfigError("trainer.val_every_n_steps", config.trainer.val_every_n_steps,
@@ -222,21 +227,3 @@ def _data_errors(config: RunConfig) -> list[ConfigError]:
                                   "hold something out (data.validation_fraction), or use 0",
                                   f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured"))
     return errors
-
-
-def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
-    """The run's folder can be made, and is not another run's."""
-    run = config.run
-    folder = Path(run.dir if run.dir is not None else run.root).expanduser()
-    key = "run.dir" if run.dir is not None else "run.root"
-    if folder.exists() and not folder.is_dir():
-        return [ConfigError(key, folder, "give another folder", "this is a file")]
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return [ConfigError(key, folder, "give a folder that can be written", f"{existing} cannot be written")]
-    if run.dir is not None and config.checkpoint.resume == "none" and folder.is_dir() and any(folder.iterdir()):
-        return [RunFolderError(f"run.dir={run.dir}: the folder is not empty; use checkpoint.resume=auto to go on in "
-                               "it, or give another folder")]
-    return []

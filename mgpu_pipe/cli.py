@@ -1,0 +1,239 @@
+"""``mgpu-pipe [verb] [overrides]``: the verbs, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigErrors, MgpuError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.config.schema import RunConfig
+
+PROGRAM = "mgpu-pipe"
+WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; the return value is its exit code (0, 1, 2 or 75)."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # as under `python -m`, so that a user's own classes are found from either
+    try:
+        return _dispatch(words)
+    except MgpuError as error:
+        report_error(error)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def report_error(error: MgpuError) -> None:
+    """Print an error on stderr, one line; several errors one line each."""
+    for single in error.errors if isinstance(error, ConfigErrors) else [error]:
+        print("error:", " ".join(str(single).split()), file=sys.stderr)
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else ""
+    if first in VERBS:
+        return VERBS[first](words[1:])
+    if first and "=" not in first and not first.startswith(("-", "~")):
+        raise _unknown_verb(first)
+    return _train(words)
+
+
+def _unknown_verb(word: str) -> BadInputError:
+    from mgpu_pipe.config.suggest import choose_from
+
+    if Path(word).exists():
+        return BadInputError(f"{PROGRAM} {word}: say what to do with it, e.g. {PROGRAM} eval {word}")
+    return BadInputError(f"{PROGRAM} {word}: no such verb; {choose_from(word, VERBS)}; overrides are written key=value")
+
+
+def _composed(verb: str, words: list[str], job: Callable[[Composition], int]) -> int:
+    """Compose ``words`` and run ``job``: once, or for every run of a sweep."""
+    from mgpu_pipe.config import hydra_cli
+
+    parsed = hydra_cli.parse(words)
+    if hydra_cli.asks_hydra(parsed):
+        hydra_cli.answer(parsed, verb)
+        return EXIT_OK
+    if not parsed.multirun:
+        composition = hydra_cli.compose_one(parsed)
+        if not composition.multirun:
+            return job(composition)
+    return _sweep(verb, parsed, job)
+
+
+def _sweep(verb: str, parsed: object, job: Callable[[Composition], int]) -> int:
+    """Run the jobs of a sweep one after another; a failure is reported and the others go on."""
+    from mgpu_pipe.config import hydra_cli
+    from mgpu_pipe.errors import ConfigError
+
+    codes: list[int] = []
+
+    def one(composition: Composition) -> None:
+        number, shown = len(codes) + 1, " ".join(composition.overrides)
+        if codes and codes[-1] == EXIT_STOPPED:
+            print(f"run {number}: not started, for the one before was stopped: {shown}", file=sys.stderr)
+            return
+        print(f"run {number}: {shown}", file=sys.stderr, flush=True)
+        if composition.config.run.dir is not None:
+            composition.errors.append(
+                ConfigError("run.dir", composition.config.run.dir, "leave it out with -m: every run has its own folder")
+            )
+        try:
+            codes.append(job(composition))
+        except MgpuError as error:
+            report_error(error)
+            codes.append(error.exit_code)
+        except Exception:  # a defect of this program: shown whole, and the other runs go on
+            traceback.print_exc()
+            codes.append(EXIT_FAILURE)
+
+    hydra_cli.sweep(parsed, one)  # type: ignore[arg-type]
+    if verb == "train" and _folders:
+        from mgpu_pipe.report.tables import runs_table
+
+        runs_table(list(_folders))
+    return max(codes, key=WORST_LAST.index, default=EXIT_OK)
+
+
+_folders: list[RunPaths] = []
+"""Folders of the runs of this process, for the table after a sweep."""
+
+
+def _checked(composition: Composition) -> RunConfig:
+    """The configuration, everything about it that can be known checked; notices go to stderr.
+
+    Raises:
+        ConfigErrors: everything wrong with it.
+    """
+    from mgpu_pipe.launch.preflight import preflight, preflight_errors
+
+    if composition.errors:
+        raise ConfigErrors(preflight_errors(composition.config, composition.errors))
+    for notice in preflight(composition.config):
+        print(f"note: {notice.key}: {notice.text}", file=sys.stderr)
+    return composition.config
+
+
+def _train(words: list[str]) -> int:
+    """Compose once, check, and hand over to the launcher."""
+    command = [PROGRAM, *words]
+
+    def job(composition: Composition) -> int:
+        config = _checked(composition)
+        from mgpu_pipe.config.paths import RunPaths
+        from mgpu_pipe.launch.local import launch
+
+        result = launch(config, composition.overrides, command)
+        _folders.append(RunPaths(result.folder))
+        return result.exit_code
+
+    return _composed("train", words, job)
+
+
+def _check(words: list[str]) -> int:
+    def job(composition: Composition) -> int:
+        config = _checked(composition)
+        from mgpu_pipe.launch.overview import overview
+
+        _print_rows(overview(config))
+        return EXIT_OK
+
+    return _composed("check", words, job)
+
+
+def _print_rows(rows: list[tuple[str, str]]) -> None:
+    """Two columns, the second wrapped to the terminal's width."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+def _verify(words: list[str]) -> int:
+    def job(composition: Composition) -> int:
+        config = _checked(composition)
+        from mgpu_pipe.verify.command import verify
+
+        return verify(config, composition.overrides)
+
+    return _composed("verify", words, job)
+
+
+def _eval(words: list[str]) -> int:
+    from mgpu_pipe.inference.commands import evaluate
+
+    return evaluate(words)
+
+
+def _generate(words: list[str]) -> int:
+    from mgpu_pipe.inference.commands import generate
+
+    return generate(words)
+
+
+def _export(words: list[str]) -> int:
+    from mgpu_pipe.inference.commands import export
+
+    return export(words)
+
+
+def _report(words: list[str]) -> int:
+    from mgpu_pipe.report.commands import report
+
+    return report(words)
+
+
+def _ls(words: list[str]) -> int:
+    """List the groups and their options; the default is marked with a star."""
+    from mgpu_pipe.config.listing import list_groups
+
+    if len(words) > 1 or any(word.startswith("-") for word in words):
+        raise BadInputError(f"{PROGRAM} ls {' '.join(words)}: use {PROGRAM} ls, or {PROGRAM} ls <group>")
+    for group, options in list_groups(words[0] if words else None).items():
+        print(group)
+        width = max(len(option.name) for option in options)
+        for option in options:
+            print(f"  {'*' if option.is_default else ' '} {option.name:<{width}}  {option.description}".rstrip())
+    return EXIT_OK
+
+
+def _schema(words: list[str]) -> int:
+    """Print the JSON schema of a configuration."""
+    import json
+
+    from mgpu_pipe.config.json_schema import json_schema
+
+    if words:
+        raise BadInputError(f"{PROGRAM} schema takes nothing; {words[0]} was given")
+    print(json.dumps(json_schema(), indent=2))
+    return EXIT_OK
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "check": _check,
+    "verify": _verify,
+    "eval": _eval,
+    "generate": _generate,
+    "export": _export,
+    "report": _report,
+    "ls": _ls,
+    "schema": _schema,
+}

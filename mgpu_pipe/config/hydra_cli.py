@@ -1,0 +1,133 @@
+"""The command line as Hydra reads it: its own flags, one job, or a sweep."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from mgpu_pipe.config import compose
+from mgpu_pipe.config.compose import Composition
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Job = Callable[[Composition], None]
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Hydra's own arguments; flags and overrides may stand in any order.
+
+    Raises:
+        BadInputError: an unknown flag.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        raise BadInputError(f"{message}; see mgpu-pipe --help")
+
+    parser.error = refuse  # type: ignore[method-assign]
+    parsed = parser.parse_intermixed_args(arguments)
+    if parsed.experimental_rerun is not None:
+        raise BadInputError("--experimental-rerun reads a pickle; start a run again with the overrides in overrides.txt")
+    return parsed
+
+
+def asks_hydra(parsed: argparse.Namespace) -> bool:
+    """Whether Hydra answers by itself: help, the configuration, information, completion."""
+    return bool(parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.shell_completion)
+
+
+def answer(parsed: argparse.Namespace, verb: str | None) -> None:
+    """Let Hydra answer ``--help``, ``--hydra-help``, ``--cfg``, ``--info`` or ``--shell-completion``."""
+    from hydra import version
+    from hydra._internal.utils import _run_hydra, get_args_parser
+
+    version.setbase(compose.HYDRA_VERSION)
+    compose.register()
+    if parsed.shell_completion:
+        _drop_verb_from_completion(verb)
+    elif not (parsed.help or parsed.hydra_help):
+        with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
+            parsed.overrides, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed))
+        if errors:
+            raise ConfigErrors(errors)
+    with compose.composition_errors(), _hydra_raises():
+        _run_hydra(
+            args=parsed, args_parser=get_args_parser(), task_function=_no_job,
+            config_path=str(_conf(parsed) or compose.conf_dir()), config_name=compose.CONFIG_NAME,
+        )
+
+
+def compose_one(parsed: argparse.Namespace) -> Composition:
+    """Compose the one job of a command line; its errors are in the result."""
+    return compose.compose_checked(parsed.overrides, _name(parsed), parsed.config_dir, _conf(parsed))
+
+
+def sweep(parsed: argparse.Namespace, job: Job) -> None:
+    """Run ``job`` for every configuration of a sweep, through Hydra's sweeper and launcher.
+
+    Args:
+        job: must not raise; it is called once a configuration, in order.
+
+    Raises:
+        ConfigErrors, BadInputError: the sweep itself cannot be composed.
+    """
+    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
+        good, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed))
+        if errors:
+            raise ConfigErrors(errors)
+
+        def task(config: DictConfig) -> None:
+            from hydra.core.hydra_config import HydraConfig
+
+            job(compose.from_composed(config, list(HydraConfig.get().overrides.task)))
+
+        mode = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
+        with compose.composition_errors():
+            hydra.multirun(config_name=_name(parsed), task_function=task, overrides=[*good, *mode])
+
+
+def _no_job(config: DictConfig) -> None:
+    """Hydra wants a job also where it answers by itself."""
+
+
+def _name(parsed: argparse.Namespace) -> str:
+    return parsed.config_name or compose.CONFIG_NAME
+
+
+def _conf(parsed: argparse.Namespace) -> Path | None:
+    return Path(parsed.config_path).resolve() if parsed.config_path else None
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Hydra prints errors and exits by itself unless this variable is set; workers must not inherit it."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def _drop_verb_from_completion(verb: str | None) -> None:
+    """The shell hands over the whole line; Hydra would take the verb in it for an override."""
+    line = os.environ.get("COMP_LINE", "")
+    program, _, rest = line.partition(" ")
+    first = verb or rest.lstrip().partition(" ")[0]
+    if first in ("train", "check", "verify") and rest.lstrip().startswith(f"{first} "):
+        os.environ["COMP_LINE"] = shortened = f"{program} {rest.lstrip()[len(first) + 1:]}"
+        point = int(os.environ.get("COMP_POINT", len(line)))
+        os.environ["COMP_POINT"] = str(max(0, point - (len(line) - len(shortened))))
+    sys.stdout.flush()

@@ -1,0 +1,60 @@
+"""The groups of the Hydra tree and their options, each with the first comment line of its file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from mgpu_pipe.config.compose import CONFIG_NAME, conf_dir
+from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice of a group."""
+
+    name: str
+    description: str
+    is_default: bool
+
+
+def list_groups(group: str | None = None) -> dict[str, list[Option]]:
+    """Groups in the order of the primary configuration's defaults, or the one asked for, with their options.
+
+    Raises:
+        BadInputError: there is no such group.
+    """
+    root = conf_dir()
+    defaults = _defaults(root)
+    order = list(defaults)
+    names = sorted(
+        (folder.name for folder in root.iterdir() if any(folder.glob("*.yaml"))),
+        key=lambda name: (order.index(name) if name in order else len(order), name),
+    )
+    if group is not None and group not in names:
+        raise BadInputError(f"mgpu-pipe ls {group}: no such group; {choose_from(group, names)}")
+    return {
+        name: [
+            Option(file.stem, _description(file), defaults.get(name) == file.stem)
+            for file in sorted((root / name).glob("*.yaml"))
+        ]
+        for name in ([group] if group else names)
+    }
+
+
+def _defaults(root: Path) -> dict[str, str | None]:
+    """Group to default option, from the primary configuration's defaults list."""
+    content = yaml.safe_load((root / f"{CONFIG_NAME}.yaml").read_text(encoding="utf-8"))
+    entries = [entry for entry in content["defaults"] if isinstance(entry, dict)]
+    return {group: option for entry in entries for group, option in entry.items() if " " not in group}
+
+
+def _description(file: Path) -> str:
+    """The first comment line that is not a package directive."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") and not line.startswith("# @package"):
+            return line.lstrip("# ").rstrip()
+    return ""

@@ -1,0 +1,104 @@
+"""What a run will be, in words: model, topology, batch arithmetic, data, precision. No torch."""
+
+from __future__ import annotations
+
+from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, resolve_precision, world_size
+from mgpu_pipe.launch.parameters import parameter_count
+from mgpu_pipe.launch.preflight import model_fields
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+
+def overview(config: RunConfig) -> list[tuple[str, str]]:
+    """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors."""
+    world = world_size(config)
+    dims = ParallelDims.resolve(config.strategy, world)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    return [
+        ("model", _model(config)),
+        ("data", _data(config)),
+        ("strategy", _strategy(config, dims, world)),
+        ("batch", _batch(config, plan)),
+        ("steps", _steps(config)),
+        ("optimizer", _optimizer(config)),
+        ("precision", _precision(config)),
+        ("checkpoint", _checkpoint(config)),
+        ("run", config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"),
+    ]
+
+
+def _model(config: RunConfig) -> str:
+    model, fields = config.model, model_fields(config)
+    count = parameter_count(fields)
+    size = "" if count is None else f", {_millions(count)} parameters"
+    start = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
+    return f"{model.name} ({fields.get('model_type')}){size}; {start}"
+
+
+def _millions(count: int) -> str:
+    if count >= 10**9:
+        return f"{count / 10**9:.2f}B"
+    return f"{count / 10**6:.1f}M" if count >= 10**6 else f"{count / 10**3:.0f}k"
+
+
+def _data(config: RunConfig) -> str:
+    data = config.data
+    source = data.source if data.source in DATA_SOURCES else f"{data.source} (plug-in)"
+    where = f" {', '.join(data.paths)}" if data.paths else ""
+    if data.validation_paths:
+        held_out = f"held out {', '.join(data.validation_paths)}"
+    else:
+        held_out = f"{data.validation_fraction:.3g} of the documents held out" if data.validation_fraction else ""
+    packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
+    parts = [f"{source}{where}", f"{data.seq_len} tokens a sample, {packing}", held_out]
+    return "; ".join(part for part in parts if part)
+
+
+def _strategy(config: RunConfig, dims: ParallelDims, world: int) -> str:
+    device = "GPU" if device_type(config) == "cuda" else "CPU"
+    processes = f"{world} {device} process{'es' if world > 1 else ''}"
+    nodes = f" on {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
+    shown = f": {dims.describe()}" if world > 1 else ""
+    return f"{config.strategy.name}, {processes}{nodes}{shown}"
+
+
+def _batch(config: RunConfig, plan: BatchPlan) -> str:
+    tokens = plan.global_batch_size * config.data.seq_len
+    return (
+        f"{plan.global_batch_size} samples = {plan.data_parallel_size} x {plan.num_micro_batches} micro-batches x "
+        f"{plan.micro_batch_size}; {tokens:,} tokens a step"
+    )
+
+
+def _steps(config: RunConfig) -> str:
+    trainer = config.trainer
+    if trainer.max_steps is None:
+        return f"{trainer.max_epochs} epochs"
+    tokens = trainer.max_steps * config.data.global_batch_size * config.data.seq_len
+    every = trainer.val_every_n_steps
+    evaluated = "at the end" if every is None else f"every {every} steps"
+    return f"{trainer.max_steps:,} ({tokens:,} tokens), evaluated {evaluated}"
+
+
+def _optimizer(config: RunConfig) -> str:
+    optimizer, scheduler = config.optimizer, config.scheduler
+    warmup = f" after {scheduler.warmup_steps} steps of warm-up" if scheduler.warmup_steps else ""
+    name = optimizer._target_.rpartition(".")[2]
+    return f"{name}, lr {optimizer.lr:g} {scheduler.name}{warmup}, weight decay {optimizer.weight_decay:g}"
+
+
+def _precision(config: RunConfig) -> str:
+    chosen = resolve_precision(config)
+    return f"{chosen} (auto)" if config.precision.name == "auto" else chosen
+
+
+def _checkpoint(config: RunConfig) -> str:
+    checkpoint = config.checkpoint
+    saves = [f"every {checkpoint.every_n_steps} steps"] if checkpoint.every_n_steps else []
+    saves += ["at the end"] if checkpoint.save_last else []
+    kept = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ", all kept"
+    text = f"{' and '.join(saves)}{kept}" if saves else "none"
+    if checkpoint.resume != "none":
+        text += f"; resumes {checkpoint.resume}"
+    return f"{text}; weights from {checkpoint.init_from}" if checkpoint.init_from else text

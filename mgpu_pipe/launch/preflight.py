@@ -1,0 +1,208 @@
+"""Everything about a run that can be known to be wrong before a worker starts, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config.hardware import gpu_count, torch_has_cuda
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
+from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
+
+STRATEGIES = "this version has strategy=single and strategy=ddp"
+JOINED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something worth knowing that stops nothing."""
+
+    key: str
+    text: str
+
+
+def preflight(config: RunConfig) -> list[Notice]:
+    """Check a run: keys, sizes, model, data, folders.
+
+    Raises:
+        ConfigErrors: everything that is wrong, together.
+    """
+    errors = preflight_errors(config)
+    if errors:
+        raise ConfigErrors(errors)
+    return _notices(config)
+
+
+def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None) -> list[BadInputError]:
+    """All errors of ``config``, those that are ``known`` first.
+
+    Args:
+        known: errors of composing it. The keys they name hold defaults, so that only checks which do not depend
+            on them are made: keys by themselves, and sections without a known error.
+    """
+    found = list(known or [])
+    wrong_sections = {str(getattr(error, "key", "")).split(".")[0] for error in found}
+    found += [error for error in value_errors(config) if _section(error) not in wrong_sections]
+    if "model" not in wrong_sections:
+        found += _collected(lambda: _check_model(config))
+    if "data" not in wrong_sections:
+        found += _collected(lambda: _check_data(config))
+    if not known:
+        found += relation_errors(config)
+        found += _run_folder_errors(config)
+        if not range_errors(config):
+            found += _size_errors(config)
+    return _one_for_each_key(found)
+
+
+def _section(error: BadInputError) -> str:
+    return str(getattr(error, "key", "")).split(".")[0]
+
+
+def _one_for_each_key(errors: list[BadInputError]) -> list[BadInputError]:
+    """The first error of every key: two checks may see the same fault."""
+    kept: dict[str, BadInputError] = {}
+    for error in errors:
+        key = str(getattr(error, "key", "")) or str(error)
+        same_value = key in kept and str(getattr(kept[key], "value", "")) != str(getattr(error, "value", ""))
+        kept.setdefault(f"{key}={getattr(error, 'value', '')}" if same_value else key, error)
+    return list(kept.values())
+
+
+def _collected(check: Callable[[], None]) -> list[BadInputError]:
+    try:
+        check()
+    except ConfigErrors as several:
+        return list(several.errors)
+    except BadInputError as error:
+        return [error]
+    return []
+
+
+def _check_model(config: RunConfig) -> None:
+    from mgpu_pipe.models.fields import check_model_config
+    from mgpu_pipe.models.folder import check_model_folder
+
+    model = config.model
+    if (model.type is None) == (model.path is None):
+        return  # said by relation_errors
+    if model.path is not None:
+        if not Path(model.path).expanduser().exists():
+            return  # said by value_errors
+        check_model_folder(model.path, _tokenizer_ids(config))
+    check_model_config(model)
+
+
+def _check_data(config: RunConfig) -> None:
+    from mgpu_pipe.data.sources import FILE_SOURCES, check_sources
+
+    if config.data.source not in FILE_SOURCES or config.data.paths:
+        check_sources(config)
+
+
+def _tokenizer_ids(config: RunConfig) -> int | None:
+    """Token ids (largest + 1) of the tokenizer of a fine-tuning run; None where there is no tokenizer.json."""
+    chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
+    path = Path(str(chosen)).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        ids += [token["id"] for token in content.get("added_tokens") or []]
+        return int(max(ids)) + 1
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json",
+                          f"cannot be read ({type(error).__name__})") from error
+
+
+def _size_errors(config: RunConfig) -> list[BadInputError]:
+    """Strategy, world, batch and sequence."""
+    errors: list[BadInputError] = _strategy_errors(config)
+    if not errors:
+        try:
+            dims = ParallelDims.resolve(config.strategy, world_size(config))
+            BatchPlan.resolve(config.data, dims.data_parallel_size)
+        except ConfigError as error:
+            errors.append(error)
+    return [*errors, *_sequence_errors(config)]
+
+
+def _strategy_errors(config: RunConfig) -> list[BadInputError]:
+    strategy, world = config.strategy, world_size(config)
+    errors: list[BadInputError] = []
+    if strategy.engine != "mesh":
+        errors.append(ConfigError("strategy.engine", strategy.engine, "use mesh", STRATEGIES))
+    for axis in (*AXES, "ep"):
+        size = getattr(strategy, axis)
+        if axis != "dp_replicate" and size != 1:
+            errors.append(ConfigError(f"strategy.{axis}", size, "use 1", STRATEGIES))
+    if strategy.name == "single" and strategy.dp_replicate == 1 and world != 1 and not errors:
+        key, value = ("trainer.num_nodes", config.trainer.num_nodes)
+        if config.trainer.devices != 1 and config.trainer.devices != "auto":
+            key, value = "trainer.devices", config.trainer.devices
+        errors.append(ConfigError(key, value, "use 1, or strategy=ddp", "strategy=single is one process"))
+    return errors
+
+
+def _sequence_errors(config: RunConfig) -> list[BadInputError]:
+    limit = model_fields(config).get("max_position_embeddings")
+    if isinstance(limit, int) and config.data.seq_len > limit:
+        own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
+        fix = f"use at most {limit}, or raise model.config.{own}"
+        return [ConfigError("data.seq_len", config.data.seq_len, fix, f"model {config.model.name} has {limit} positions")]
+    return []
+
+
+def model_fields(config: RunConfig) -> dict[str, Any]:
+    """The model's configuration fields as far as they are known without torch; empty where there is no model."""
+    from mgpu_pipe.models.fields import resolved_fields
+
+    if (config.model.type is None) == (config.model.path is None):
+        return {}
+    try:
+        return resolved_fields(config.model)
+    except BadInputError:  # said by the check of the model itself
+        return {}
+
+
+def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
+    """The run's folder can be made, and is not another run's. In a joined world rank 0's launch looks itself."""
+    if all(name in os.environ for name in JOINED):
+        return []
+    run = config.run
+    key, given = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
+    folder = Path(given).expanduser()
+    if folder.exists() and not folder.is_dir():
+        return [ConfigError(key, folder, "give another folder", "this is a file")]
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [ConfigError(key, folder, "give a folder that can be written", f"{existing} cannot be written")]
+    if run.dir is None or config.checkpoint.resume == "auto" or not folder.is_dir():
+        return []
+    lock = RunPaths(folder).lock.name
+    if any(entry.name != lock for entry in folder.iterdir()):
+        return [RunFolderError(
+            f"run.dir={run.dir}: the folder is not empty; go on in it with checkpoint.resume=auto, or choose another one"
+        )]
+    return []
+
+
+def _notices(config: RunConfig) -> list[Notice]:
+    notices = []
+    if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
+        notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
+    if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
+        notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
+    return notices
