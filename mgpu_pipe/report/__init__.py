@@ -1,0 +1,1 @@
+"""Tables on the terminal, plots and the HTML report of a run's folder."""

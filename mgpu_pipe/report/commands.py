@@ -1,0 +1,67 @@
+"""``mgpu-pipe report``: rebuilds a run's report, or compares several runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import NoReturn
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import EXIT_OK, BadInputError, RunFolderError
+from mgpu_pipe.report.run_view import find_runs
+
+OUTPUTS = Path("outputs")
+COMPARISON = "comparison.html"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"mgpu-pipe report: {message}; see mgpu-pipe report --help")
+
+
+def report(argv: list[str]) -> int:
+    """Write the report of the runs that ``argv`` names, the newest under ``outputs`` if none; print its path.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        BadInputError: a folder is no run's, there is no run, or the file cannot be written.
+    """
+    parser = _Parser(
+        prog="mgpu-pipe report",
+        description="Write report.html of a run, or a comparison of several, as one file that needs no network.",
+    )
+    parser.add_argument("run", nargs="*", type=Path, metavar="RUN", help="a run's folder; none: the newest in outputs/")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or outputs/")
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as ended:  # after --help
+        return int(ended.code or 0)
+    runs = [RunPaths(folder) for folder in dict.fromkeys(options.run)] or [_newest()]
+    out = options.out or (runs[0].report if len(runs) == 1 else OUTPUTS / COMPARISON)
+    if options.out is None and len(runs) > 1:
+        _make_folder(out.parent)
+    # rich and jinja2 cost a tenth of a second that a wrong argument need not wait for
+    from mgpu_pipe.report.html import write_report
+    from mgpu_pipe.report.tables import runs_table
+
+    written = write_report(runs, out)
+    if len(runs) > 1:
+        runs_table(runs)
+    print(f"report: {written}")
+    return EXIT_OK
+
+
+def _newest() -> RunPaths:
+    found = find_runs(OUTPUTS)
+    if not found:
+        raise RunFolderError(f"{OUTPUTS}: holds no run yet; train one, or give a run's folder")
+    return RunPaths(found[0])
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"{folder}: cannot be made ({error.strerror}); choose another place with --out") from error

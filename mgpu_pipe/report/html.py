@@ -1,0 +1,76 @@
+"""``report.html``: one run, or several compared, in one self-contained file.
+
+Model text, configuration and file names are untrusted: the template escapes every value, and the page's content
+security policy keeps a script from running even where escaping failed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from pathlib import Path
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup
+
+from mgpu_pipe import __version__
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.report import page
+from mgpu_pipe.report.charts import charts
+from mgpu_pipe.report.run_view import RunView, load_run
+from mgpu_pipe.report.sections import blocks, comparison, figures, samples, subtitle
+
+
+def write_report(runs: list[RunPaths], out: Path) -> Path:
+    """Write the report of one run, or a comparison of several, to ``out``; replaces a file there at once.
+
+    Raises:
+        RunFolderError: a folder is not a run's, or ``out`` cannot be written.
+    """
+    text = render([load_run(run) for run in runs])
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        raise RunFolderError(f"{out}: cannot write the report ({error.strerror}); choose another --out") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+def render(views: list[RunView]) -> str:
+    """The page of these runs."""
+    single = views[0] if len(views) == 1 else None
+    heading = single.name if single else f"Comparison of {len(views)} runs"
+    digest = base64.b64encode(hashlib.sha256(page.SCRIPT.encode()).digest()).decode()
+    template = Environment(
+        loader=DictLoader({"report": page.TEMPLATE}), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).get_template("report")
+    return template.render(
+        title=f"{heading} · {single.folder_name}" if single else heading,
+        heading=heading,
+        status=single.status if single else "",
+        subtitle=subtitle(single) if single else [],
+        error=single.error if single else "",
+        problems=[
+            problem if single else f"{view.folder_name}: {problem}" for view in views for problem in view.problems
+        ],
+        figures=figures(single) if single else [],
+        comparison=None if single else comparison(views),
+        charts=charts(views),
+        samples=samples(views),
+        blocks=blocks(single) if single else [],
+        configs=[
+            {"title": f"Configuration of {view.folder_name}", "text": view.config_text}
+            for view in views
+            if view.config_text
+        ],
+        # nothing of a run is ever marked as safe: only this package's own style and script
+        style=Markup(page.STYLE),
+        script=Markup(page.SCRIPT),
+        script_hash=Markup(f"sha256-{digest}"),
+        footer=f"Written by mgpu_pipe {__version__} from {', '.join(str(view.paths.root) for view in views)}",
+    )

@@ -1,0 +1,305 @@
+"""A run's folder as the tables and the report see it: everything that can be read, nothing demanded.
+
+A run that failed, that still trains, or whose folder was copied without some files has a report too, so each file
+may be missing or broken; what is broken is named in :attr:`RunView.problems`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.training.metrics_file import read_metrics
+
+STEP_FOLDER = re.compile(r"step-(\d+)")
+SECRET_KEY = re.compile(r"(^|[._-])(api_?key|secret|passw(or)?d|(auth|access|hf)_token|credentials?)$", re.IGNORECASE)
+HIDDEN = "(hidden)"
+WARM_UP_ROWS = 2
+"""Rows left out of the median throughput: the first steps compile and fill caches."""
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """One step folder: whether its manifest is there, and its size in GiB."""
+
+    step: int
+    complete: bool
+    size_gib: float
+
+
+@dataclass
+class RunView:
+    """What a run's folder holds."""
+
+    paths: RunPaths
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    overrides: list[str] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    checkpoints: list[CheckpointView] = field(default_factory=list)
+    error: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.of_config("run", "name") or self.paths.root.parent.name)
+
+    @property
+    def folder_name(self) -> str:
+        return self.paths.root.name
+
+    @property
+    def status(self) -> str:
+        """``finished``, ``stopped``, ``failed``, or ``unfinished``: it still trains, or was killed."""
+        if self.summary.get("status"):
+            return str(self.summary["status"])
+        return "failed" if self.error else "unfinished"
+
+    @property
+    def steps(self) -> int:
+        steps = self.metrics.get("step") or [0]
+        recorded = self.summary.get("step")
+        return recorded if isinstance(recorded, int) else int(max(steps))
+
+    @property
+    def total_steps(self) -> int | None:
+        for total in (self.summary.get("total_steps"), self.of_config("trainer", "max_steps")):
+            if isinstance(total, int):
+                return total
+        return None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median of the steps after the first ones; NaN where nothing was measured."""
+        found = finite(self.metrics.get("throughput/tokens_per_s", []))
+        if found:
+            return statistics.median(found[WARM_UP_ROWS:] or found)
+        return self.final("throughput/tokens_per_s")
+
+    @property
+    def perplexity(self) -> float:
+        """Of the held-out tokens, at the end."""
+        recorded, loss = number(self.of_summary("metrics", "val/perplexity")), self.final("val/loss")
+        if math.isnan(recorded):
+            return self.final("val/perplexity") if math.isnan(loss) else exponential(loss)
+        return recorded
+
+    @property
+    def unigram_perplexity(self) -> float:
+        return number(self.of_summary("data", "unigram_perplexity"))
+
+    @property
+    def wall_s(self) -> float:
+        """As recorded, else the sum of the steps' times."""
+        recorded = number(self.summary.get("wall_s"))
+        steps = finite(self.metrics.get("throughput/step_s", []))
+        return sum(steps) if math.isnan(recorded) and steps else recorded
+
+    @property
+    def peak_gib(self) -> float:
+        """Largest memory of a process, in GiB."""
+        found = finite(self.metrics.get("memory/peak_gib", []))
+        return max(found) if found else number(self.of_summary("memory", "peak_gib"))
+
+    def final(self, column: str) -> float:
+        """The last value of a metric: the summary's, else the last one in the metrics file; NaN if there is none."""
+        recorded = number(self.of_summary("metrics", column))
+        if not math.isnan(recorded):
+            return recorded
+        values = [value for value in self.metrics.get(column, []) if not math.isnan(value)]
+        return values[-1] if values else math.nan
+
+    def of_config(self, *keys: str) -> Any:
+        return _reach(self.config, keys)
+
+    def of_summary(self, *keys: str) -> Any:
+        return _reach(self.summary, keys)
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether this is a run's folder; a checkpoint's step folder, which has a configuration too, is none."""
+    return (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file()
+
+
+def load_run(paths: RunPaths) -> RunView:
+    """Read a run's folder.
+
+    Raises:
+        RunFolderError: it is not one.
+    """
+    if not is_run_folder(paths.root):
+        raise RunFolderError(_not_a_run(paths.root))
+    view = RunView(paths)
+    view.config_text = _text(paths.config, view.problems)
+    try:
+        loaded = yaml.safe_load(view.config_text)
+        view.config = loaded if isinstance(loaded, dict) else {}
+    except yaml.YAMLError:
+        view.problems.append(f"{paths.config.name} is not valid YAML")
+    view.overrides = [line.strip() for line in _text(paths.overrides, view.problems).splitlines() if line.strip()]
+    view.environment = _json(paths.environment, view.problems)
+    view.summary = _json(paths.summary, view.problems)
+    try:
+        view.metrics = read_metrics(paths.metrics)
+    except OSError as error:
+        view.problems.append(f"{paths.metrics.name}: {error.strerror}")
+    view.checkpoints = _checkpoints(paths.checkpoints)
+    view.error = str(view.summary.get("error") or _first_error(paths, view.problems))
+    _hide_secrets(view)
+    return view
+
+
+def differing(views: list[RunView]) -> list[list[str]]:
+    """For each run what sets it apart from the others, as ``key=value``: its own overrides, or, where all were
+    started alike, the keys of the configuration that differ."""
+    common = set(views[0].overrides).intersection(*(view.overrides for view in views)) if views else set()
+    own = [[item for item in view.overrides if item not in common and not _names_the_run(item)] for view in views]
+    if any(own):
+        return own
+    flat = [flatten(view.config) for view in views]
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not _names_the_run(key)]
+    apart = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
+    return [[f"{key}={'null' if one.get(key) is None else one[key]}" for key in apart] for one in flat]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def number(value: object) -> float:
+    """``value`` if it is a number, else NaN."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)]
+
+
+def exponential(value: float) -> float:
+    """``exp(value)``, infinite where a float cannot hold it."""
+    return math.exp(value) if not value > 709 else math.inf
+
+
+def _reach(tree: object, keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return ""
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    text = _text(path, problems)
+    try:
+        loaded = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        problems.append(f"{path.name} is not valid JSON")
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _first_error(paths: RunPaths, problems: list[str]) -> str:
+    """The message of the worker that failed first, and not because another one had."""
+    errors = [_json(file, problems) for file in sorted(paths.logs.glob("rank-*.error.json"))]
+    errors.sort(key=lambda error: (bool(error.get("follows")), number(error.get("time"))))
+    return str(errors[0].get("message", "")) if errors else ""
+
+
+def _checkpoints(root: Path) -> list[CheckpointView]:
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        named = STEP_FOLDER.fullmatch(folder.name)
+        if named and folder.is_dir():
+            size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+            found.append(CheckpointView(int(named[1]), (folder / "manifest.json").is_file(), size / 2**30))
+    return found
+
+
+def _names_the_run(text: str) -> bool:
+    return text.lstrip("+~").startswith(("run.", "hydra."))
+
+
+def _hide_secrets(view: RunView) -> None:
+    """Hide what a user wrote out under a key such as ``api_key``; ``${oc.env:...}`` names no secret and stays."""
+    view.overrides = [_without_secret(item) for item in view.overrides]
+    view.environment = _without_secrets(view.environment)
+    config = _without_secrets(view.config)
+    if config != view.config:
+        view.config = config
+        view.config_text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+
+
+def _without_secrets(tree: Any, key: str = "") -> Any:
+    if isinstance(tree, dict):
+        return {name: _without_secrets(value, str(name)) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_without_secret(value) if isinstance(value, str) else _without_secrets(value, key) for value in tree]
+    return HIDDEN if SECRET_KEY.search(key) and _is_written_out(tree) else tree
+
+
+def _without_secret(override: str) -> str:
+    key, separator, value = override.partition("=")
+    return f"{key}={HIDDEN}" if separator and SECRET_KEY.search(key) and _is_written_out(value) else override
+
+
+def _is_written_out(value: object) -> bool:
+    return value not in (None, "", "null") and not str(value).strip("'\"").startswith("${")
+
+
+def _not_a_run(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"{folder}: there is no such folder; give a run's folder, such as outputs/<name>/<date>_<time>-<hash>"
+    if (folder / "manifest.json").is_file():
+        return f"{folder}: this is a checkpoint; give its run's folder, {folder.parent.parent}"
+    inside = find_runs(folder)
+    if inside:
+        return f"{folder}: not a run's folder, but it holds {len(inside)}; give one of them, such as {inside[0]}"
+    return f"{folder}: not a run's folder (it has no config.yaml); give one such as outputs/<name>/<date>_<time>-<hash>"
+
+
+def find_runs(root: Path, depth: int = 4) -> list[Path]:
+    """Run folders under ``root``, the one that changed last first."""
+    found: list[Path] = []
+    level = [root]
+    for _ in range(depth):
+        below: list[Path] = []
+        for folder in level:
+            if is_run_folder(folder):
+                found.append(folder)
+            elif folder.is_dir():
+                below += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
+        level = below
+    return sorted(found, key=_changed, reverse=True)
+
+
+def _changed(folder: Path) -> tuple[int, str]:
+    files = [folder / name for name in ("config.yaml", "metrics.csv", "summary.json")]
+    return max(file.stat().st_mtime_ns for file in files if file.is_file()), folder.name

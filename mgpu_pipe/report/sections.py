@@ -1,0 +1,244 @@
+"""What the report says in words and figures, as plain values for the template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgpu_pipe.report import numbers
+from mgpu_pipe.report.charts import run_labels, run_names
+from mgpu_pipe.report.plots import COLORS
+from mgpu_pipe.report.run_view import RunView, differing, number
+
+LABELS = {
+    "num_documents": "documents",
+    "num_tokens": "tokens",
+    "train_samples": "training samples",
+    "train_tokens": "training tokens",
+    "validation_samples": "held-out samples",
+    "num_micro_batches": "micro-batches a process",
+    "micro_batch_size": "micro-batch size",
+    "global_batch_size": "samples a step",
+    "data_parallel_size": "data-parallel processes",
+    "samples_per_process": "samples a process",
+    "seq_len": "tokens a sample",
+    "eos_token_id": "end-of-text token",
+    "vocab_size": "vocabulary",
+    "peak_gib": "peak",
+    "memory_gib": "memory",
+    "mgpu_pipe": "mgpu_pipe",
+    "gpus": "GPUs",
+    "cpu": "CPU",
+}
+MODEL_KEYS = ("name", "type", "path", "attn_implementation")
+DATA_KEYS = ("source", "paths", "tokenizer", "seq_len", "packing")
+
+
+def subtitle(view: RunView) -> list[str]:
+    """Folder and model, topology and hardware: what was run, in two lines."""
+    parameters = number(view.of_summary("model", "parameters"))
+    model = view.of_summary("model", "name") or view.of_config("model", "name") or ""
+    if not math.isnan(parameters):
+        model = f"{model}, {numbers.count(parameters)} parameters".lstrip(", ")
+    world = view.summary.get("world_size")
+    processes = f"{world} process{'es' if world != 1 else ''}" if isinstance(world, int) else ""
+    strategy = view.of_config("strategy", "name")
+    parts = [model, f"strategy {strategy}" if strategy else "", topology_text(view), processes]
+    return [view.folder_name, " · ".join(part for part in parts if part)]
+
+
+def topology_text(view: RunView) -> str:
+    """``dp_replicate=2 x tp=4``, from the sizes or the text that the summary holds."""
+    topology = view.summary.get("topology")
+    if isinstance(topology, Mapping):
+        return " × ".join(f"{axis}={size}" for axis, size in topology.items() if isinstance(size, int) and size > 1)
+    return str(topology or "")
+
+
+def figures(view: RunView) -> list[dict[str, str]]:
+    """The key figures, most telling first; what was not measured is left out."""
+    found = [_card("Held-out perplexity", numbers.perplexity(view.perplexity), baseline_text(view))]
+    loss, held_out = view.final("train/loss"), view.final("val/loss")
+    found.append(_card("Held-out loss", numbers.fixed(held_out, 4), "nats a token"))
+    found.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
+    rate = view.tokens_per_s
+    mfu = view.final("throughput/mfu")
+    shown = numbers.MISSING if math.isnan(rate) else numbers.count(rate)
+    note = "tokens/s, median" if math.isnan(mfu) else f"tokens/s, median; MFU {100 * mfu:.1f}%"
+    found.append(_card("Throughput", shown, note))
+    total = view.total_steps
+    found.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
+    found.append(_card("Wall time", numbers.duration(view.wall_s), _attempts_text(view)))
+    found.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), "of a process"))
+    return [card for card in found if card["value"] != numbers.MISSING]
+
+
+def baseline_text(view: RunView) -> str:
+    """The perplexity beside the unigram baseline's."""
+    unigram, reached = view.unigram_perplexity, view.perplexity
+    if math.isnan(unigram):
+        return ""
+    ratio = unigram / reached if reached and math.isfinite(reached) else math.nan
+    better = f", {ratio:.1f}× lower" if ratio >= 1.05 else ""
+    return f"unigram baseline {numbers.perplexity(unigram)}{better}"
+
+
+def comparison(views: list[RunView]) -> dict[str, Any]:
+    """The table that compares runs; the best of a column is marked."""
+    measures = [
+        ("loss", [view.final("train/loss") for view in views], lambda value: numbers.fixed(value, 4), min),
+        ("held-out loss", [view.final("val/loss") for view in views], lambda value: numbers.fixed(value, 4), min),
+        ("perplexity", [view.perplexity for view in views], numbers.perplexity, min),
+        ("tokens/s", [view.tokens_per_s for view in views], lambda value: numbers.fixed(value, 0), max),
+        ("peak memory", [view.peak_gib for view in views], numbers.gibibytes, min),
+        ("wall time", [view.wall_s for view in views], numbers.duration, min),
+    ]
+    columns = [
+        *({"title": title, "numeric": False} for title in ("run", "what differs", "status")),
+        {"title": "steps", "numeric": True},
+        *({"title": title, "numeric": True} for title, _, _, _ in measures),
+    ]
+    rows = []
+    apart = differing(views)
+    for at, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
+        row: list[dict[str, Any]] = [
+            _cell(f"{at + 1} · {name}", "long", at % COLORS),
+            _cell(" ".join(apart[at]) or numbers.MISSING, "long"),
+            _cell(view.status),
+            _cell(f"{view.steps:,}", "n"),
+        ]
+        for _, values, shown, choose in measures:
+            known = [value for value in values if math.isfinite(value)]
+            alike = [shown(value) for value in values].count(shown(values[at]))
+            best = len(known) > 1 and values[at] == choose(known) and alike == 1
+            row.append(_cell(shown(values[at]), "n best" if best else "n"))
+        rows.append(row)
+    return {"columns": columns, "rows": rows}
+
+
+def samples(views: list[RunView]) -> list[dict[str, str]]:
+    """Generated texts; the prompt apart from what the model wrote."""
+    found = []
+    for view, label in zip(views, run_labels(views), strict=True):
+        listed = view.summary.get("samples")
+        for sample in listed if isinstance(listed, list) else []:
+            if isinstance(sample, Mapping):
+                prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
+                title = label if len(views) > 1 else ""
+                found.append({"title": title, "prompt": prompt, "text": text.removeprefix(prompt) if prompt else text})
+    return found
+
+
+def blocks(view: RunView) -> list[dict[str, Any]]:
+    """The tables of one run, each a card; empty ones are left out."""
+    batch = view.summary.get("batch") or {"global_batch_size": view.of_config("data", "global_batch_size")}
+    data = {key: value for key in DATA_KEYS if (value := view.of_config("data", key)) not in (None, [], "")}
+    model = {key: value for key in MODEL_KEYS if (value := view.of_config("model", key)) not in (None, "")}
+    made = [
+        _block("Overrides", code=view.overrides),
+        _block("Topology", _parts(_topology(view))),
+        _block("Batch", _parts(batch), text=batch_text(view)),
+        _block("Model", _parts({**model, **_mapping(view.summary.get("model"))})),
+        _block("Data", _parts({**data, **_mapping(view.summary.get("data"))})),
+        _block("Memory", _parts(view.summary.get("memory"))),
+        _block("Final metrics", _parts(view.summary.get("metrics"))),
+        _block("Checkpoints", table=_checkpoint_table(view)),
+        _block("Attempts", *_attempts(view)),
+        _block("Environment", _parts({key: value for key, value in view.environment.items() if key != "started"})),
+    ]
+    return [block for block in made if block["code"] or block["parts"] or block["table"]]
+
+
+def batch_text(view: RunView) -> str:
+    """How a step's samples are cut, as one equation; empty where the summary does not say."""
+    sizes = [view.of_summary("batch", key) for key in ("global_batch_size", "data_parallel_size", "micro_batch_size")]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return ""
+    total, processes, micro = sizes
+    tokens = view.of_config("data", "seq_len")
+    step = f"; {total * tokens:,} tokens a step" if isinstance(tokens, int) else ""
+    return f"{total} samples = {processes} processes × {total // processes // micro} micro-batches × {micro}{step}"
+
+
+def _topology(view: RunView) -> dict[str, Any]:
+    topology = view.summary.get("topology")
+    sizes = {"axes": topology_text(view) or "one process"} if topology else {}
+    strategy = {f"strategy {key}": view.of_config("strategy", key) for key in ("name", "engine")}
+    return {**strategy, "processes": view.summary.get("world_size"), **sizes}
+
+
+def _checkpoint_table(view: RunView) -> dict[str, Any] | None:
+    state = {True: "complete", False: "incomplete, never used"}
+    rows = [
+        [f"{found.step:,}", numbers.gibibytes(found.size_gib), state[found.complete]] for found in view.checkpoints
+    ]
+    return {"names": ["step", "size", "state"], "rows": rows} if rows else None
+
+
+def _attempts(view: RunView) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    attempts = view.summary.get("attempts")
+    listed = [item for item in attempts if isinstance(item, Mapping)] if isinstance(attempts, list) else []
+    if not listed:
+        return _parts({"attempts": attempts} if isinstance(attempts, int) and attempts > 1 else None), None
+    names = list(dict.fromkeys(str(key) for item in listed for key in item))
+    rows = [[_shown(name, item.get(name)) for name in names] for item in listed]
+    return [], {"names": [_label(name) for name in names], "rows": rows}
+
+
+def _attempts_text(view: RunView) -> str:
+    attempts = view.summary.get("attempts")
+    count = len(attempts) if isinstance(attempts, list) else attempts if isinstance(attempts, int) else 1
+    return f"{count} attempts" if count > 1 else "in all"
+
+
+def _parts(values: object) -> list[dict[str, Any]]:
+    """Scalars as one list of rows, then one list for each mapping inside."""
+    tree = _mapping(values)
+    rows = [
+        (_label(key), _shown(key, value))
+        for key, value in tree.items()
+        if value not in (None, "", [], {}) and not isinstance(value, Mapping)
+    ]
+    parts = [{"title": "", "rows": rows}] if rows else []
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            inner = [(str(name), _shown(str(name), item)) for name, item in value.items()]
+            parts.append({"title": _label(key), "rows": inner})
+    return parts
+
+
+def _mapping(values: object) -> dict[str, Any]:
+    return {str(key): value for key, value in values.items()} if isinstance(values, Mapping) else {}
+
+
+def _label(key: str) -> str:
+    return LABELS.get(key, key.replace("_", " ") if "/" not in key else key)
+
+
+def _shown(key: str, value: object) -> str:
+    if key.endswith("_gib"):
+        return numbers.gibibytes(number(value))
+    if key.endswith("_s") and isinstance(value, (int, float)) and not key.endswith("per_s"):
+        return numbers.duration(float(value))
+    if key == "command" and isinstance(value, list):
+        return " ".join(map(str, value))
+    return numbers.plain(value)
+
+
+def _block(
+    title: str,
+    parts: Sequence[dict[str, Any]] = (),
+    table: dict[str, Any] | None = None,
+    code: Sequence[str] = (),
+    text: str = "",
+) -> dict[str, Any]:
+    return {"title": title, "parts": list(parts), "table": table, "code": list(code), "text": text}
+
+
+def _card(label: str, value: str, note: str) -> dict[str, str]:
+    return {"label": label, "value": value, "note": note}
+
+
+def _cell(text: str, style: str = "", color: int | None = None) -> dict[str, Any]:
+    return {"text": text, "style": style, "color": color}

@@ -1,0 +1,259 @@
+"""Tables on standard output: what a run will do, what it reached, and several runs side by side.
+
+They stay readable at 80 columns and without a terminal. Names and model text are shown as they are: nothing of
+them is taken for rich's markup. rich is imported when a table is printed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.report import numbers
+from mgpu_pipe.report.run_view import differing, exponential, load_run, number
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+LONGEST_SAMPLE = 600
+"""Characters of a generated text that are shown."""
+
+
+def before_table(
+    config: RunConfig,
+    prepared: PreparedData | None,
+    plan: BatchPlan,
+    dims: ParallelDims,
+    parameters: int | None,
+    device: str,
+) -> None:
+    """Print what is about to run: model, topology, batch arithmetic, data, optimisation.
+
+    Args:
+        prepared: the tokenised data; None where none was prepared (``check``).
+        parameters: of the whole model; None where it is not known.
+        device: the hardware in words, e.g. ``2 CPU cores`` or ``8 x NVIDIA H200``.
+    """
+    rows = [
+        ("model", _model_line(config, parameters)),
+        ("topology", f"{dims.describe()}{_and_processes(dims.world_size)} on {device}"),
+        ("strategy", f"{config.strategy.name} ({config.strategy.engine}), {config.precision.name}"),
+        ("batch", _batch_line(config, plan)),
+        ("data", _data_line(config, prepared)),
+        ("training", _training_line(config, prepared)),
+        ("optimizer", _optimizer_line(config)),
+    ]
+    _print_pairs(config.run.name, rows)
+
+
+def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = None) -> None:
+    """Print what a run reached, from its ``summary.json``: figures, perplexity beside the unigram baseline's, samples.
+
+    Args:
+        more: further lines at the end, such as the report's path and how to go on.
+    """
+    metrics = _mapping(summary.get("metrics"))
+    rate, peak = number(metrics.get("throughput/tokens_per_s")), number(_mapping(summary.get("memory")).get("peak_gib"))
+    rows = [
+        ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}"),
+        ("training loss", numbers.fixed(number(metrics.get("train/loss")), 4)),
+        ("held-out loss", numbers.fixed(number(metrics.get("val/loss")), 4)),
+        ("throughput", numbers.MISSING if math.isnan(rate) else f"{rate:,.0f} tokens/s"),
+        ("peak memory", numbers.MISSING if math.isnan(peak) else f"{numbers.gibibytes(peak)} a process"),
+        ("wall time", numbers.duration(number(summary.get("wall_s")))),
+    ]
+    paths = {"checkpoint": str(summary.get("checkpoint") or ""), **(more or {})}
+    _print_pairs("result", [row for row in rows if row[1] != numbers.MISSING])
+    _print_perplexity(summary)
+    _print_samples(summary)
+    for name, value in paths.items():
+        if value:
+            _print_whole(_console(), f"{name:<15}{value}")
+
+
+def runs_table(runs: Sequence[RunPaths]) -> None:
+    """Print several runs side by side: what sets each apart, and what it reached; their folders below."""
+    from rich.table import Table
+    from rich.text import Text
+
+    views = [load_run(run) for run in runs]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("run", overflow="fold", min_width=16)
+    table.add_column("status", no_wrap=True)
+    for title in ("steps", "loss", "val loss", "ppl", "tok/s", "time"):
+        table.add_column(title, justify="right", no_wrap=True)
+    alike = len({view.name for view in views}) == 1
+    for position, (view, apart) in enumerate(zip(views, differing(views), strict=True), 1):
+        named = [] if alike and apart else [view.name]
+        figures = (
+            f"{view.steps:,}",
+            numbers.fixed(view.final("train/loss"), 4),
+            numbers.fixed(view.final("val/loss"), 4),
+            numbers.perplexity(view.perplexity),
+            numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
+            _clock(view.wall_s),
+        )
+        table.add_row(str(position), Text("\n".join([*named, *apart])), Text(view.status), *figures)
+    console = _console()
+    console.print(table)
+    console.print()
+    for position, view in enumerate(views, 1):
+        _print_whole(console, f"{position:>{len(str(len(views)))}}  {_near(view.paths.root)}")
+
+
+def _model_line(config: RunConfig, parameters: int | None) -> str:
+    kind = config.model.type or config.model.path or ""
+    size = f", {numbers.count(parameters)} parameters" if parameters else ""
+    return f"{config.model.name}{f' ({kind})' if kind and kind != config.model.name else ''}{size}"
+
+
+def _batch_line(config: RunConfig, plan: BatchPlan) -> str:
+    tokens = plan.global_batch_size * config.data.seq_len
+    processes = _many(plan.data_parallel_size, "process", "processes")
+    micro = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
+    return (
+        f"{plan.global_batch_size} samples = {processes} x {micro} x {plan.micro_batch_size}; "
+        f"{config.data.seq_len} tokens each, {tokens:,} tokens a step"
+    )
+
+
+def _data_line(config: RunConfig, prepared: PreparedData | None) -> str:
+    if prepared is None:
+        return f"{config.data.source}, not prepared yet"
+    return (
+        f"{config.data.source}, {numbers.count(prepared.num_documents)} documents, "
+        f"{numbers.count(prepared.num_tokens)} tokens; "
+        f"{prepared.train_samples:,} samples to train on, {prepared.validation_samples:,} held out"
+    )
+
+
+def _training_line(config: RunConfig, prepared: PreparedData | None) -> str:
+    steps = config.trainer.max_steps
+    if prepared is not None and steps is None and config.trainer.max_epochs is not None:
+        steps = config.trainer.max_epochs * prepared.train_samples // config.data.global_batch_size
+    if steps is None:
+        return _many(config.trainer.max_epochs or 1, "epoch", "epochs")
+    samples = steps * config.data.global_batch_size
+    text = f"{steps:,} steps, {numbers.count(samples * config.data.seq_len)} tokens"
+    if prepared is None or not prepared.train_samples:
+        return text
+    return f"{text}, {numbers.figure(samples / prepared.train_samples, 3)} epochs"
+
+
+def _optimizer_line(config: RunConfig) -> str:
+    clip = config.trainer.gradient_clip_val
+    warmup = f", {config.scheduler.warmup_steps} warm-up steps" if config.scheduler.warmup_steps else ""
+    return (
+        f"{config.optimizer._target_.rpartition('.')[2]}, lr {config.optimizer.lr:g}, {config.scheduler.name}{warmup}"
+        f"{'' if clip is None else f', gradient norm clipped to {clip:g}'}"
+    )
+
+
+def _print_perplexity(summary: Mapping[str, Any]) -> None:
+    metrics, data = _mapping(summary.get("metrics")), _mapping(summary.get("data"))
+    reached, unigram = number(metrics.get("val/perplexity")), number(data.get("unigram_perplexity"))
+    if math.isnan(reached):
+        reached = exponential(number(metrics.get("val/loss")))
+    if math.isnan(reached):
+        return
+    from rich.table import Table
+
+    table = Table(box=_box(), pad_edge=False, header_style="bold")
+    table.add_column("held-out perplexity")
+    table.add_column("model", justify="right", style="bold green" if reached < unigram else "bold")
+    columns = [numbers.perplexity(reached)]
+    if not math.isnan(unigram):
+        table.add_column("unigram baseline", justify="right")
+        table.add_column("ratio", justify="right")
+        columns += [numbers.perplexity(unigram), f"{numbers.figure(unigram / reached, 3)} x lower"]
+        if reached >= unigram:
+            columns[-1] = f"{numbers.figure(reached / unigram, 3)} x higher"
+    table.add_row("(lower is better)", *columns)
+    _console().print(table)
+
+
+def _print_samples(summary: Mapping[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = _console()
+    listed = summary.get("samples")
+    for sample in listed if isinstance(listed, list) else []:
+        prompt, text = str(_mapping(sample).get("prompt") or ""), str(_mapping(sample).get("text") or "")
+        written = _printable(text.removeprefix(prompt))
+        shown = written if len(written) <= LONGEST_SAMPLE else written[:LONGEST_SAMPLE] + " ..."
+        console.print(Text("sample", style="bold"))
+        console.print(Padding(Text.assemble((_printable(prompt), "bold cyan"), shown), (0, 0, 1, 2)))
+
+
+def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table: Table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True, min_width=13)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(_printable(value)))
+    console = _console()
+    console.rule(Text(title, style="bold"), align="left", characters="─" if console.encoding == "utf-8" else "-")
+    console.print(table)
+    console.print()
+
+
+def _print_whole(console: Console, line: str) -> None:
+    """Print a line that is longer than the terminal is wide unbroken, so that its path can be copied."""
+    from rich.text import Text
+
+    console.print(Text(_printable(line)), soft_wrap=True)
+
+
+def _near(folder: Path) -> Path:
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_absolute() and folder.is_relative_to(here) else folder
+
+
+def _printable(text: str) -> str:
+    """``text`` without control characters: a model can write escape sequences, a terminal would follow them."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in text)
+
+
+def _clock(seconds: float) -> str:
+    if math.isnan(seconds):
+        return numbers.MISSING
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _and_processes(world_size: int) -> str:
+    return "" if world_size == 1 else f", {world_size} processes"
+
+
+def _many(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, emoji=False)
+
+
+def _box() -> Any:
+    from rich import box
+
+    return box.SIMPLE_HEAD

@@ -1,0 +1,226 @@
+"""The report is one well-formed file that asks for nothing else and runs nothing of a run's own text.
+
+Oracle: the standard library's HTML parser.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.report.html import write_report
+from tests.report.fake_runs import MakeRun
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+LOADING = {"src", "href", "srcset", "action", "data", "poster", "xlink:href", "formaction"}
+HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)">${7*7}{{ 7*7 }}</pre></style>'
+
+
+class Page(HTMLParser):
+    """Elements, text and scripts of a page; fails on a tag that is closed out of order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self.open and self.open[-1] == "script" else self.text).append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+def page_of(*runs: RunPaths) -> Page:
+    out = runs[0].root / "report.html"
+    assert write_report(list(runs), out) == out
+    return Page(out.read_text(encoding="utf-8"))
+
+
+def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) -> None:
+    run = make_run(steps=60, summary={"metrics": {"train/loss": 3.25, "val/loss": 3.5, "val/perplexity": 33.1154}})
+    words = page_of(run).words
+    for told in (
+        "quickstart finished", "Held-out perplexity 33.12", "unigram baseline 742.8, 22.4× lower",
+        "Training loss 3.2500", "7.9M parameters", "dp_replicate=2", "optimizer.lr=0.003", "def read_lines(path",
+        "32 samples = 2 processes × 2 micro-batches × 8; 8,192 tokens a step", "AMD EPYC 7B13", "documents 1,702",
+    ):  # fmt: skip
+        assert told in words, told
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_outside_the_file_is_referred_to(make_run: MakeRun, count: int) -> None:
+    page = page_of(*(make_run(steps=60, folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", seed=at) for at in range(count)))
+    text = (page_text := "".join(page.text)) + "".join(page.scripts)
+    assert "://" not in text and "@import" not in page_text and "url(" not in page_text
+    assert not any(LOADING & set(attributes) for _, attributes in page.elements)
+    assert not {"link", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.elements}
+
+
+def test_it_fits_a_phone_and_both_colour_schemes(make_run: MakeRun) -> None:
+    page = page_of(make_run(steps=60))
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
+    style = "".join(page.text)
+    assert "prefers-color-scheme: dark" in style and "max-width: 760px" in style
+
+
+def test_text_of_the_run_is_shown_and_never_markup(make_run: MakeRun) -> None:
+    run = make_run(
+        name="evil",
+        steps=60,
+        overrides=(f"model.name={HOSTILE}",),
+        config={"run": {"name": HOSTILE}, "model": {"name": HOSTILE, "type": HOSTILE}},
+        summary={
+            "samples": [{"prompt": HOSTILE, "text": HOSTILE}],
+            "topology": HOSTILE,
+            "status": HOSTILE,
+            "attempts": [{HOSTILE: HOSTILE}],
+            "model": {HOSTILE: {HOSTILE: HOSTILE}, "name": HOSTILE},
+            "error": HOSTILE,
+        },
+    )
+    run.environment.write_text(json.dumps({HOSTILE: HOSTILE, "packages": {HOSTILE: HOSTILE}}))
+    table = run.metrics.read_text().splitlines()
+    hostile_column = '"' + HOSTILE.replace('"', '""') + '"'
+    run.metrics.write_text("\n".join([f"{table[0]},{hostile_column}", *(f"{line},1.5" for line in table[1:])]) + "\n")
+    for runs in ([run], [run, make_run(steps=60)]):
+        page = page_of(*runs)
+        tags = [tag for tag, _ in page.elements]
+        assert tags.count("script") == 1 and "img" not in tags
+        assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+        assert HOSTILE in page.words
+
+
+def test_the_security_policy_names_the_one_script_and_allows_no_request(make_run: MakeRun) -> None:
+    page = page_of(make_run(steps=60))
+    policy = next(attributes for tag, attributes in page.elements if attributes.get("http-equiv"))["content"] or ""
+    (script,) = page.scripts
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
+
+
+def test_secrets_do_not_reach_the_page(make_run: MakeRun) -> None:
+    run = make_run(
+        steps=60,
+        overrides=("logger.wandb.api_key=s3cr3t-a", "++callbacks.x.password='s3cr3t-b'", "data.tokenizer=kept-one"),
+        config={"logger": {"wandb": {"api_key": "s3cr3t-a", "project": "kept-two"}, "x": [{"hf_token": "s3cr3t-c"}]}},
+    )
+    text = page_of(run).words
+    assert "s3cr3t" not in text and text.count("(hidden)") >= 4
+    assert "kept-one" in text and "kept-two" in text
+    interpolated = page_of(make_run(steps=60, name="other")).words
+    assert "api_key: ${oc.env:WANDB_API_KEY}" in interpolated and "(hidden)" not in interpolated
+
+
+def test_a_run_that_has_only_begun_has_a_report(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    for path in (run.summary, run.environment, run.overrides, run.metrics):
+        path.unlink()
+    words = page_of(run).words
+    assert "unfinished" in words and "nothing measured yet" in words and "Steps 0 of 60" in words
+
+
+def test_a_killed_run_is_told_from_its_metrics(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    run.summary.unlink()
+    with open(run.metrics, "a") as file:
+        file.write("61,3.1")
+    words = page_of(run).words
+    assert "unfinished" in words and "Steps 60 of 60" in words and "Held-out perplexity" in words
+
+
+def test_a_failed_run_shows_the_error_of_the_rank_that_failed_first(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    run.summary.unlink()
+    for rank, (message, time, follows) in enumerate([("gloo: peer", 1.0, True), ("the cause", 2.0, False)]):
+        run.rank_error(rank).write_text(json.dumps({"message": message, "time": time, "follows": follows}))
+    words = page_of(run).words
+    assert "quickstart failed" in words and "the cause" in words and "gloo: peer" not in words
+
+
+def test_broken_files_are_named_and_the_rest_is_shown(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    run.summary.write_text('{"status": "fini')
+    run.environment.write_bytes(b"\xff\xfe")
+    run.config.write_text("a: [1\n")
+    words = page_of(run).words
+    for name in ("summary.json is not valid JSON", "environment.json is not valid JSON", "config.yaml is not valid"):
+        assert name in words
+    assert "Training loss" in words
+
+
+def test_an_incomplete_checkpoint_is_marked(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    (run.checkpoints / "step-00000030" / "manifest.json").unlink()
+    (run.checkpoints / "step-00000099.partial").mkdir()
+    words = page_of(run).words
+    assert "30 68 KiB incomplete, never used 60 68 KiB complete" in words
+    assert "99" not in words.split("Checkpoints")[1][:80], "what was never committed is no checkpoint"
+
+
+def test_a_comparison_shows_what_differs_and_marks_the_best(make_run: MakeRun) -> None:
+    runs = [
+        make_run(folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", steps=60, lr=lr, summary={"metrics": {"val/loss": loss}})
+        for at, (lr, loss) in enumerate([(1e-3, 3.5), (3e-3, 3.2), (4e-3, 3.9)])
+    ]
+    page = page_of(*runs)
+    assert "Comparison of 3 runs" in page.words
+    for told in ("1 · optimizer.lr=0.001", "2 · optimizer.lr=0.003", "held-out loss", "3.2000"):
+        assert told in page.words
+    table = (runs[0].root / "report.html").read_text().split("<tbody>")[1].split("</tbody>")[0]
+    best = [cell.strip() for cell in re.findall(r'class="n best">([^<]*)<', table)]
+    assert "3.2000" in best and "24.53" in best and "3.5000" in table and "3.5000" not in best
+    assert "trainer.devices" not in table, "what all runs share is no difference"
+
+
+def test_many_runs_and_long_runs_stay_small(make_run: MakeRun) -> None:
+    runs = [make_run(folder=f"2026-01-01_00-00-{at:02d}-aaaaaaaa", steps=60, seed=at) for at in range(20)]
+    page = page_of(*runs)
+    lines = [attributes["class"] or "" for tag, attributes in page.elements if tag == "polyline"]
+    assert len(set(lines)) > 8, "more runs than colours are told apart by dashes"
+    long = make_run(steps=10_000, name="long")
+    assert page_of(long) and long.report.stat().st_size < 400_000
+
+
+def test_what_is_no_run_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "nowhere"):
+        with pytest.raises(RunFolderError, match=str(folder)):
+            write_report([RunPaths(folder)], tmp_path / "out.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_keeps_the_old_report(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(steps=60)
+    with pytest.raises(RunFolderError, match=r"cannot write the report .*--out"):
+        write_report([run], tmp_path / "no" / "report.html")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(RunFolderError, match="cannot write"):
+        write_report([run], tmp_path / "taken")
+    assert not list(tmp_path.glob(".*partial"))

@@ -1,0 +1,128 @@
+"""Tables on stdout, as a pipe of 80 columns and as a terminal get them. Oracles: the numbers put in, line lengths."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.report.tables import after_table, before_table, runs_table
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from tests.report.fake_runs import MakeRun
+
+
+@pytest.fixture(autouse=True)
+def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+class Prepared:
+    num_documents, num_tokens, train_samples, validation_samples = 1702, 11_480_233, 42_112, 256
+
+
+def configured() -> RunConfig:
+    config = RunConfig()
+    config.run.name, config.model.name, config.model.type = "[red]quick", "llama_small", "llama"
+    config.trainer.max_steps = 600
+    return config
+
+
+def test_the_table_before_a_run_holds_model_topology_batch_and_data(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = BatchPlan(global_batch_size=32, data_parallel_size=2, micro_batch_size=8)
+    before_table(configured(), Prepared(), plan, ParallelDims(dp_replicate=2), 7_934_208, "2 CPU cores")  # type: ignore[arg-type]
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    for told in (
+        "[red]quick", "llama_small (llama), 7.9M parameters", "dp_replicate=2, 2 processes on 2 CPU cores",
+        "32 samples = 2 processes x 2 micro-batches x 8", "8,192 tokens a step", "11.5M tokens",
+        "42,112 samples to train on, 256 held out", "600 steps, 4.9M tokens, 0.456 epochs", "AdamW, lr 0.0003",
+    ):  # fmt: skip
+        assert told in words, told
+
+
+def test_check_has_a_table_without_data_and_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured()
+    config.trainer.max_steps = None
+    before_table(config, None, BatchPlan(32, 1, 8), ParallelDims(), None, "1 x NVIDIA H200")
+    words = " ".join(capsys.readouterr().out.split())
+    assert "one process on 1 x NVIDIA H200" in words and "not prepared yet" in words and "1 epoch" in words
+
+
+def test_the_result_ends_with_perplexity_beside_the_unigram_baseline(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(steps=60, summary={"metrics": {"train/loss": 3.25, "val/loss": math.log(40.0)}})
+    after_table(json.loads(run.summary.read_text()), {"report": "/a/" + "long/" * 30 + "report.html"})
+    text = capsys.readouterr().out
+    assert re.search(r"model\s+unigram baseline\s+ratio\s*\n.*\n.*40\.00\s+742\.8\s+18\.6 x lower", text)
+    assert "3.2500" in text and "def read_lines(path):" in text
+    assert "/a/" + "long/" * 30 + "report.html" in text, "a path is not broken, so that it can be copied"
+
+
+def test_a_model_worse_than_the_baseline_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    after_table({"metrics": {"val/perplexity": 900.0}, "data": {"unigram_perplexity": 450.0}})
+    assert "2 x higher" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("summary", [{}, {"metrics": None, "samples": None, "data": []}, {"samples": [1, {}]}])
+def test_a_summary_that_lacks_everything_has_a_table(summary: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    after_table(summary)
+    assert "unfinished" in capsys.readouterr().out
+
+
+def test_text_of_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    after_table({"samples": [{"prompt": "[bold]a", "text": "\x1b]0;owned\x07\x1b[2J[/red] end"}]})
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\x07" not in text
+    assert "[bold]a" in text and "[/red] end" in text
+
+
+def test_runs_are_compared_within_eighty_columns(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        make_run(folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", steps=60, lr=lr, overrides=(f"strategy={strategy}",))
+        for at, (lr, strategy) in enumerate([(1e-3, "ddp"), (3e-4, "ddp"), (1e-3, "single"), (3e-4, "single")])
+    ]
+    runs_table(runs)
+    text = capsys.readouterr().out
+    table, folders = text.split("\n\n")
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("finished") == 4 and "time" in table.splitlines()[0]
+    for told in ("optimizer.lr=0.001", "optimizer.lr=0.0003", "strategy=single"):
+        assert told in table
+    assert "trainer.devices" not in table
+    assert folders.split() == [word for at, run in enumerate(runs, 1) for word in (str(at), str(run.root))]
+
+
+def test_runs_with_equal_overrides_are_told_apart_by_their_configuration(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        make_run(folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", steps=60, config={"seed": at, "run": {"name": f"r{at}"}})
+        for at in range(2)
+    ]
+    runs_table(runs)
+    table = capsys.readouterr().out.split("\n\n")[0]
+    assert "seed=0" in table and "seed=1" in table and "run.name" not in table and "r0" in table
+
+
+def test_a_run_without_metrics_stands_in_the_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = make_run(folder="2026-01-01_00-00-09-bbbbbbbb", steps=60)
+    empty.metrics.unlink()
+    empty.summary.unlink()
+    runs_table([make_run(steps=60), empty])
+    assert re.search(r"2 .*unfinished\s+0\s+–", capsys.readouterr().out)
+
+
+def test_folders_below_the_working_directory_are_shown_relative(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(steps=60)
+    monkeypatch.chdir(tmp_path)
+    runs_table([run])
+    assert capsys.readouterr().out.splitlines()[-1] == f"1  outputs/quickstart/{run.root.name}"
