@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-MISSING = "–"
+MISSING = "\u2013"
+"""An en dash: not measured."""
+TIMES = "\u00d7"
 
 
 def count(number: float) -> str:

@@ -75,7 +75,7 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        for total in (self.summary.get("total_steps"), self.of_config("trainer", "max_steps")):
+        for total in (self.summary.get("max_steps"), self.of_config("trainer", "max_steps")):
             if isinstance(total, int):
                 return total
         return None
@@ -156,7 +156,7 @@ def load_run(paths: RunPaths) -> RunView:
     except OSError as error:
         view.problems.append(f"{paths.metrics.name}: {error.strerror}")
     view.checkpoints = _checkpoints(paths.checkpoints)
-    view.error = str(view.summary.get("error") or _first_error(paths, view.problems))
+    view.error = _error(view) or _first_error(paths, view.problems)
     _hide_secrets(view)
     return view
 
@@ -224,6 +224,12 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name} is not valid JSON")
         return {}
     return loaded if isinstance(loaded, dict) else {}
+
+
+def _error(view: RunView) -> str:
+    """The summary's error: a text, or a mapping with its ``message``."""
+    error = view.summary.get("error")
+    return str((error.get("message") if isinstance(error, Mapping) else error) or "")
 
 
 def _first_error(paths: RunPaths, problems: list[str]) -> str:

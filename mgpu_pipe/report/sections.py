@@ -8,6 +8,7 @@ from typing import Any
 
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.charts import run_labels, run_names
+from mgpu_pipe.report.numbers import TIMES
 from mgpu_pipe.report.plots import COLORS
 from mgpu_pipe.report.run_view import RunView, differing, number
 
@@ -52,7 +53,8 @@ def topology_text(view: RunView) -> str:
     """``dp_replicate=2 x tp=4``, from the sizes or the text that the summary holds."""
     topology = view.summary.get("topology")
     if isinstance(topology, Mapping):
-        return " × ".join(f"{axis}={size}" for axis, size in topology.items() if isinstance(size, int) and size > 1)
+        sizes = {axis: size for axis, size in topology.items() if isinstance(size, int) and size > 1}
+        return f" {TIMES} ".join(f"{axis}={size}" for axis, size in sizes.items())
     return str(topology or "")
 
 
@@ -80,7 +82,7 @@ def baseline_text(view: RunView) -> str:
     if math.isnan(unigram):
         return ""
     ratio = unigram / reached if reached and math.isfinite(reached) else math.nan
-    better = f", {ratio:.1f}× lower" if ratio >= 1.05 else ""
+    better = f", {ratio:.1f}{TIMES} lower" if ratio >= 1.05 else ""
     return f"unigram baseline {numbers.perplexity(unigram)}{better}"
 
 
@@ -158,7 +160,8 @@ def batch_text(view: RunView) -> str:
     total, processes, micro = sizes
     tokens = view.of_config("data", "seq_len")
     step = f"; {total * tokens:,} tokens a step" if isinstance(tokens, int) else ""
-    return f"{total} samples = {processes} processes × {total // processes // micro} micro-batches × {micro}{step}"
+    count = total // processes // micro
+    return f"{total} samples = {processes} processes {TIMES} {count} micro-batches {TIMES} {micro}{step}"
 
 
 def _topology(view: RunView) -> dict[str, Any]:

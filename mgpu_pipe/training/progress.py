@@ -138,7 +138,8 @@ class Progress:
         share = 100 * self._step // max(1, self.total_steps)
         elapsed = _clock(time.monotonic() - self._started)
         head = f"step {self._step}/{self.total_steps} ({share}%)"
-        return "  ".join(part for part in (head, self._facts("  "), f"elapsed {elapsed}", f"left {self._left()}") if part)
+        parts = (head, self._facts("  "), f"elapsed {elapsed}", f"left {self._left()}")
+        return "  ".join(part for part in parts if part)
 
     def _facts(self, gap: str) -> str:
         facts = []

@@ -30,7 +30,8 @@ def test_without_arguments_the_newest_run_is_reported(make_run: MakeRun, capsys:
     age(older.root, 100)
     age(newer.root, 10)
     assert report([]) == 0
-    assert newer.report.exists() and not older.report.exists()
+    assert newer.report.exists()
+    assert not older.report.exists()
     assert capsys.readouterr().out == f"report: {newer.report.relative_to(Path.cwd())}\n"
 
 
@@ -46,7 +47,8 @@ def test_several_runs_give_a_comparison_and_a_table(make_run: MakeRun, capsys: p
 def test_the_same_run_given_twice_is_one_run(make_run: MakeRun) -> None:
     run = make_run(steps=60)
     assert report([str(run.root), str(run.root)]) == 0
-    assert run.report.exists() and not Path("outputs/comparison.html").exists()
+    assert run.report.exists()
+    assert not Path("outputs/comparison.html").exists()
 
 
 def test_what_is_no_run_is_refused_with_what_to_give_instead(make_run: MakeRun) -> None:
@@ -63,7 +65,8 @@ def test_what_is_no_run_is_refused_with_what_to_give_instead(make_run: MakeRun) 
     ):
         with pytest.raises(BadInputError) as caught:
             report([argument])
-        assert told in str(caught.value) and "\n" not in str(caught.value)
+        assert told in str(caught.value)
+        assert "\n" not in str(caught.value)
         assert caught.value.exit_code == EXIT_BAD_INPUT
     assert not run.report.exists()
 

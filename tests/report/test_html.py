@@ -17,6 +17,7 @@ import pytest
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.html import write_report
+from mgpu_pipe.report.numbers import TIMES
 from tests.report.fake_runs import MakeRun
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -46,7 +47,7 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-3:]}"
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
@@ -67,9 +68,10 @@ def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) ->
     run = make_run(steps=60, summary={"metrics": {"train/loss": 3.25, "val/loss": 3.5, "val/perplexity": 33.1154}})
     words = page_of(run).words
     for told in (
-        "quickstart finished", "Held-out perplexity 33.12", "unigram baseline 742.8, 22.4× lower",
+        "quickstart finished", "Held-out perplexity 33.12", f"unigram baseline 742.8, 22.4{TIMES} lower",
         "Training loss 3.2500", "7.9M parameters", "dp_replicate=2", "optimizer.lr=0.003", "def read_lines(path",
-        "32 samples = 2 processes × 2 micro-batches × 8; 8,192 tokens a step", "AMD EPYC 7B13", "documents 1,702",
+        f"32 samples = 2 processes {TIMES} 2 micro-batches {TIMES} 8; 8,192 tokens a step", "AMD EPYC 7B13",
+        "documents 1,702",
     ):  # fmt: skip
         assert told in words, told
 
@@ -78,7 +80,9 @@ def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) ->
 def test_nothing_outside_the_file_is_referred_to(make_run: MakeRun, count: int) -> None:
     page = page_of(*(make_run(steps=60, folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", seed=at) for at in range(count)))
     text = (page_text := "".join(page.text)) + "".join(page.scripts)
-    assert "://" not in text and "@import" not in page_text and "url(" not in page_text
+    assert "://" not in text
+    assert "@import" not in page_text
+    assert "url(" not in page_text
     assert not any(LOADING & set(attributes) for _, attributes in page.elements)
     assert not {"link", "iframe", "object", "embed", "base", "form"} & {tag for tag, _ in page.elements}
 
@@ -87,7 +91,8 @@ def test_it_fits_a_phone_and_both_colour_schemes(make_run: MakeRun) -> None:
     page = page_of(make_run(steps=60))
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.elements
     style = "".join(page.text)
-    assert "prefers-color-scheme: dark" in style and "max-width: 760px" in style
+    assert "prefers-color-scheme: dark" in style
+    assert "max-width: 760px" in style
 
 
 def test_text_of_the_run_is_shown_and_never_markup(make_run: MakeRun) -> None:
@@ -112,7 +117,8 @@ def test_text_of_the_run_is_shown_and_never_markup(make_run: MakeRun) -> None:
     for runs in ([run], [run, make_run(steps=60)]):
         page = page_of(*runs)
         tags = [tag for tag, _ in page.elements]
-        assert tags.count("script") == 1 and "img" not in tags
+        assert tags.count("script") == 1
+        assert "img" not in tags
         assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
         assert HOSTILE in page.words
 
@@ -122,7 +128,8 @@ def test_the_security_policy_names_the_one_script_and_allows_no_request(make_run
     policy = next(attributes for tag, attributes in page.elements if attributes.get("http-equiv"))["content"] or ""
     (script,) = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert f"script-src 'sha256-{digest}'" in policy
 
 
 def test_secrets_do_not_reach_the_page(make_run: MakeRun) -> None:
@@ -132,10 +139,13 @@ def test_secrets_do_not_reach_the_page(make_run: MakeRun) -> None:
         config={"logger": {"wandb": {"api_key": "s3cr3t-a", "project": "kept-two"}, "x": [{"hf_token": "s3cr3t-c"}]}},
     )
     text = page_of(run).words
-    assert "s3cr3t" not in text and text.count("(hidden)") >= 4
-    assert "kept-one" in text and "kept-two" in text
+    assert "s3cr3t" not in text
+    assert text.count("(hidden)") >= 4
+    assert "kept-one" in text
+    assert "kept-two" in text
     interpolated = page_of(make_run(steps=60, name="other")).words
-    assert "api_key: ${oc.env:WANDB_API_KEY}" in interpolated and "(hidden)" not in interpolated
+    assert "api_key: ${oc.env:WANDB_API_KEY}" in interpolated
+    assert "(hidden)" not in interpolated
 
 
 def test_a_run_that_has_only_begun_has_a_report(make_run: MakeRun) -> None:
@@ -143,7 +153,9 @@ def test_a_run_that_has_only_begun_has_a_report(make_run: MakeRun) -> None:
     for path in (run.summary, run.environment, run.overrides, run.metrics):
         path.unlink()
     words = page_of(run).words
-    assert "unfinished" in words and "nothing measured yet" in words and "Steps 0 of 60" in words
+    assert "unfinished" in words
+    assert "nothing measured yet" in words
+    assert "Steps 0 of 60" in words
 
 
 def test_a_killed_run_is_told_from_its_metrics(make_run: MakeRun) -> None:
@@ -152,7 +164,9 @@ def test_a_killed_run_is_told_from_its_metrics(make_run: MakeRun) -> None:
     with open(run.metrics, "a") as file:
         file.write("61,3.1")
     words = page_of(run).words
-    assert "unfinished" in words and "Steps 60 of 60" in words and "Held-out perplexity" in words
+    assert "unfinished" in words
+    assert "Steps 60 of 60" in words
+    assert "Held-out perplexity" in words
 
 
 def test_a_failed_run_shows_the_error_of_the_rank_that_failed_first(make_run: MakeRun) -> None:
@@ -161,7 +175,16 @@ def test_a_failed_run_shows_the_error_of_the_rank_that_failed_first(make_run: Ma
     for rank, (message, time, follows) in enumerate([("gloo: peer", 1.0, True), ("the cause", 2.0, False)]):
         run.rank_error(rank).write_text(json.dumps({"message": message, "time": time, "follows": follows}))
     words = page_of(run).words
-    assert "quickstart failed" in words and "the cause" in words and "gloo: peer" not in words
+    assert "quickstart failed" in words
+    assert "the cause" in words
+    assert "gloo: peer" not in words
+
+
+def test_an_error_in_the_summary_is_shown_as_its_message(make_run: MakeRun) -> None:
+    error = {"rank": 1, "type": "NonFiniteError", "message": "loss is not finite at step 7"}
+    words = page_of(make_run(steps=60, summary={"status": "failed", "error": error})).words
+    assert "loss is not finite at step 7" in words
+    assert "NonFiniteError" not in words
 
 
 def test_broken_files_are_named_and_the_rest_is_shown(make_run: MakeRun) -> None:
@@ -195,7 +218,10 @@ def test_a_comparison_shows_what_differs_and_marks_the_best(make_run: MakeRun) -
         assert told in page.words
     table = (runs[0].root / "report.html").read_text().split("<tbody>")[1].split("</tbody>")[0]
     best = [cell.strip() for cell in re.findall(r'class="n best">([^<]*)<', table)]
-    assert "3.2000" in best and "24.53" in best and "3.5000" in table and "3.5000" not in best
+    assert "3.2000" in best
+    assert "24.53" in best
+    assert "3.5000" in table
+    assert "3.5000" not in best
     assert "trainer.devices" not in table, "what all runs share is no difference"
 
 
@@ -205,7 +231,8 @@ def test_many_runs_and_long_runs_stay_small(make_run: MakeRun) -> None:
     lines = [attributes["class"] or "" for tag, attributes in page.elements if tag == "polyline"]
     assert len(set(lines)) > 8, "more runs than colours are told apart by dashes"
     long = make_run(steps=10_000, name="long")
-    assert page_of(long) and long.report.stat().st_size < 400_000
+    assert page_of(long)
+    assert long.report.stat().st_size < 400_000
 
 
 def test_what_is_no_run_is_refused_and_writes_nothing(tmp_path: Path) -> None:

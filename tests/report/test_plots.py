@@ -20,7 +20,8 @@ def test_points_lie_at_their_share_of_the_axes() -> None:
     markup = chart("t", [Curve("a", [(0, 0.0), (50, 5.0), (100, 10.0)], 0)], from_zero=True)
     (left, bottom), (middle_x, middle_y), (right, top) = drawn(markup)
     assert (left, middle_x, right) == (0, 5000, 10_000)
-    assert bottom == 10_000 and top == pytest.approx(10_000 * 0.08 / 1.08, abs=1)
+    assert bottom == 10_000
+    assert top == pytest.approx(10_000 * 0.08 / 1.08, abs=1)
     assert middle_y == pytest.approx((bottom + top) / 2, abs=1)
 
 
@@ -63,7 +64,9 @@ def test_no_measurement_says_so() -> None:
 
 def test_labels_are_escaped() -> None:
     markup = chart("<b>", [Curve('"><script>', [(1, 1.0)], 0, legend="<i>")], unit="<u>", reference=("<s>", 1.0))
-    assert not re.search(r"<(b|script|u|s)>", markup) and "&lt;s&gt;" in markup and "<i>" not in markup
+    assert not re.search(r"<(b|script|u|s)>", markup)
+    assert "&lt;s&gt;" in markup
+    assert "<i>" not in markup
 
 
 def test_the_reference_line_is_drawn_only_where_it_is_in_range() -> None:

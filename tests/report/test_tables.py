@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.report.numbers import MISSING
 from mgpu_pipe.report.tables import after_table, before_table, runs_table
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from tests.report.fake_runs import MakeRun
@@ -36,7 +37,8 @@ def test_the_table_before_a_run_holds_model_topology_batch_and_data(capsys: pyte
     plan = BatchPlan(global_batch_size=32, data_parallel_size=2, micro_batch_size=8)
     before_table(configured(), Prepared(), plan, ParallelDims(dp_replicate=2), 7_934_208, "2 CPU cores")  # type: ignore[arg-type]
     text = capsys.readouterr().out
-    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
     for told in (
         "[red]quick", "llama_small (llama), 7.9M parameters", "dp_replicate=2, 2 processes on 2 CPU cores",
@@ -51,7 +53,9 @@ def test_check_has_a_table_without_data_and_without_a_model(capsys: pytest.Captu
     config.trainer.max_steps = None
     before_table(config, None, BatchPlan(32, 1, 8), ParallelDims(), None, "1 x NVIDIA H200")
     words = " ".join(capsys.readouterr().out.split())
-    assert "one process on 1 x NVIDIA H200" in words and "not prepared yet" in words and "1 epoch" in words
+    assert "one process on 1 x NVIDIA H200" in words
+    assert "not prepared yet" in words
+    assert "1 epoch" in words
 
 
 def test_the_result_ends_with_perplexity_beside_the_unigram_baseline(
@@ -61,7 +65,8 @@ def test_the_result_ends_with_perplexity_beside_the_unigram_baseline(
     after_table(json.loads(run.summary.read_text()), {"report": "/a/" + "long/" * 30 + "report.html"})
     text = capsys.readouterr().out
     assert re.search(r"model\s+unigram baseline\s+ratio\s*\n.*\n.*40\.00\s+742\.8\s+18\.6 x lower", text)
-    assert "3.2500" in text and "def read_lines(path):" in text
+    assert "3.2500" in text
+    assert "def read_lines(path):" in text
     assert "/a/" + "long/" * 30 + "report.html" in text, "a path is not broken, so that it can be copied"
 
 
@@ -79,8 +84,10 @@ def test_a_summary_that_lacks_everything_has_a_table(summary: dict, capsys: pyte
 def test_text_of_a_model_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     after_table({"samples": [{"prompt": "[bold]a", "text": "\x1b]0;owned\x07\x1b[2J[/red] end"}]})
     text = capsys.readouterr().out
-    assert "\x1b" not in text and "\x07" not in text
-    assert "[bold]a" in text and "[/red] end" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[bold]a" in text
+    assert "[/red] end" in text
 
 
 def test_runs_are_compared_within_eighty_columns(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +99,8 @@ def test_runs_are_compared_within_eighty_columns(make_run: MakeRun, capsys: pyte
     text = capsys.readouterr().out
     table, folders = text.split("\n\n")
     assert max(map(len, table.splitlines())) <= 80
-    assert table.count("finished") == 4 and "time" in table.splitlines()[0]
+    assert table.count("finished") == 4
+    assert "time" in table.splitlines()[0]
     for told in ("optimizer.lr=0.001", "optimizer.lr=0.0003", "strategy=single"):
         assert told in table
     assert "trainer.devices" not in table
@@ -108,7 +116,10 @@ def test_runs_with_equal_overrides_are_told_apart_by_their_configuration(
     ]
     runs_table(runs)
     table = capsys.readouterr().out.split("\n\n")[0]
-    assert "seed=0" in table and "seed=1" in table and "run.name" not in table and "r0" in table
+    assert "seed=0" in table
+    assert "seed=1" in table
+    assert "run.name" not in table
+    assert "r0" in table
 
 
 def test_a_run_without_metrics_stands_in_the_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +127,7 @@ def test_a_run_without_metrics_stands_in_the_table(make_run: MakeRun, capsys: py
     empty.metrics.unlink()
     empty.summary.unlink()
     runs_table([make_run(steps=60), empty])
-    assert re.search(r"2 .*unfinished\s+0\s+–", capsys.readouterr().out)
+    assert re.search(rf"2 .*unfinished\s+0\s+{MISSING}", capsys.readouterr().out)
 
 
 def test_folders_below_the_working_directory_are_shown_relative(

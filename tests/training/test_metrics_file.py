@@ -58,7 +58,8 @@ def test_missing_values_are_empty_cells_and_read_as_nan(tmp_path: Path) -> None:
     writer.close()
     assert [row["val/loss"] for row in rows_of(path)] == ["", "3"]
     table = read_metrics(path)
-    assert math.isnan(table["val/loss"][0]) and table["val/loss"][1] == 3.0
+    assert math.isnan(table["val/loss"][0])
+    assert table["val/loss"][1] == 3.0
     assert table["train/loss"] == [2.5, math.inf]
 
 
@@ -68,7 +69,8 @@ def test_numpy_scalars_are_written_as_plain_numbers(tmp_path: Path) -> None:
     writer = MetricsWriter(path)
     writer.append({"step": 1, "train/loss": numpy.float64(0.1), "lr": numpy.float32(0.5)})
     writer.close()
-    assert rows_of(path)[0]["train/loss"] == "0.1" and rows_of(path)[0]["lr"] == "0.5"
+    assert rows_of(path)[0]["train/loss"] == "0.1"
+    assert rows_of(path)[0]["lr"] == "0.5"
 
 
 def test_an_unknown_column_and_a_row_without_step_are_refused(tmp_path: Path) -> None:
@@ -128,9 +130,11 @@ def test_a_torn_end_is_skipped_by_readers_and_cut_by_the_next_writer(tmp_path: P
 def test_a_file_without_a_whole_header_is_begun_again(tmp_path: Path, torn_header: bytes) -> None:
     path = tmp_path / "metrics.csv"
     path.write_bytes(torn_header)
-    assert read_metrics(path) == {} and truncate_after(path, 5) == 0
+    assert read_metrics(path) == {}
+    assert truncate_after(path, 5) == 0
     write_steps(path, 1, 2)
-    assert list(rows_of(path)[0]) == list(METRIC_COLUMNS) and len(rows_of(path)) == 2
+    assert list(rows_of(path)[0]) == list(METRIC_COLUMNS)
+    assert len(rows_of(path)) == 2
 
 
 def test_a_resume_leaves_no_step_double_and_none_missing(tmp_path: Path) -> None:
@@ -142,16 +146,19 @@ def test_a_resume_leaves_no_step_double_and_none_missing(tmp_path: Path) -> None
     assert [int(row["step"]) for row in rows_of(path)] == [1, 2, 3, 4, 5, 6]
     write_steps(path, 7, 10)
     assert path.read_bytes() == uninterrupted
-    assert truncate_after(path, 0) == 0 and rows_of(path) == []
+    assert truncate_after(path, 0) == 0
+    assert rows_of(path) == []
 
 
 def test_truncating_what_needs_no_cut_leaves_the_file_itself(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
-    assert truncate_after(path, 3) == 0 and not path.exists()
+    assert truncate_after(path, 3) == 0
+    assert not path.exists()
     write_steps(path, 1, 3)
     before = path.stat().st_ino
     assert truncate_after(path, 3) == 3
-    assert path.stat().st_ino == before and os.listdir(tmp_path) == ["metrics.csv"]
+    assert path.stat().st_ino == before
+    assert os.listdir(tmp_path) == ["metrics.csv"]
 
 
 def test_columns_that_change_between_attempts_are_joined(tmp_path: Path) -> None:
@@ -186,8 +193,11 @@ def test_a_disk_that_takes_no_more_is_one_line_and_leaves_whole_rows(tmp_path: P
         "except RunFolderError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
-    assert str(path) in done.stdout and done.stdout.count("\n") == 1 and "free space" in done.stdout
-    assert path.read_bytes().endswith(b"\n") and len(rows_of(path)) > 10
+    assert str(path) in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert "free space" in done.stdout
+    assert path.read_bytes().endswith(b"\n")
+    assert len(rows_of(path)) > 10
     assert all(row["train/loss"] == repr(1 / 3) for row in rows_of(path))
 
 

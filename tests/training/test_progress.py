@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
@@ -39,7 +40,9 @@ def test_lines_name_first_and_last_step_and_about_every_twentieth_part() -> None
         progress.update(step, 1000 / step, 2500.0, lr=3e-4)
     progress.close()
     steps = [int(found) for found in re.findall(r"^step (\d+)/1000", stream.getvalue(), re.MULTILINE)]
-    assert steps[0] == 1 and steps[-1] == 1000 and len(steps) == len(set(steps))
+    assert steps[0] == 1
+    assert steps[-1] == 1000
+    assert len(steps) == len(set(steps))
     assert 20 <= len(steps) <= 22
     assert stream.getvalue().splitlines()[-1].startswith(
         "step 1000/1000 (100%)  loss 1.0000  lr 0.0003  2.5k tok/s  elapsed "
@@ -55,7 +58,8 @@ def test_a_resume_counts_on_and_an_evaluation_shows_at_once() -> None:
     progress.close()
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["501/1000", "505/1000", "510/1000"]
-    assert "val 3.2500" in lines[1] and "val" not in lines[0]
+    assert "val 3.2500" in lines[1]
+    assert "val" not in lines[0]
 
 
 def test_off_shows_nothing() -> None:
@@ -65,7 +69,8 @@ def test_off_shows_nothing() -> None:
     progress.update(10, 1.0)
     progress.message("hidden")
     progress.close()
-    assert stream.getvalue() == "" and not progress.due(10)
+    assert stream.getvalue() == ""
+    assert not progress.due(10)
 
 
 def test_due_says_when_an_update_would_draw() -> None:
@@ -73,13 +78,16 @@ def test_due_says_when_an_update_would_draw() -> None:
     progress.start()
     assert progress.due(1)
     progress.update(1, 1.0)
-    assert not progress.due(2) and progress.due(51) and progress.due(1000)
+    assert not progress.due(2)
+    assert progress.due(51)
+    assert progress.due(1000)
 
 
 def test_a_pipe_gets_lines_and_rich_is_not_imported() -> None:
     done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True, env=plain())
     assert done.stdout == "False\n"
-    assert "\x1b" not in done.stderr and "saved [bold]step 20\n" in done.stderr
+    assert "\x1b" not in done.stderr
+    assert "saved [bold]step 20\n" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("step 40/40 (100%)  loss 1.0000")
 
 
@@ -89,7 +97,10 @@ def test_a_pipe_that_leads_to_a_terminal_gets_the_bar_in_its_width() -> None:
     assert done.stdout == "True\n"
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stderr)
     drawn = [line for line in re.split(r"[\r\n]+", text) if "40/40" in line]
-    assert drawn and "loss 1.0000" in drawn[-1] and "12.3k tok/s" in drawn[-1] and "left 0:00" in drawn[-1]
+    assert drawn
+    assert "loss 1.0000" in drawn[-1]
+    assert "12.3k tok/s" in drawn[-1]
+    assert "left 0:00" in drawn[-1]
     assert max(len(line) for line in re.split(r"[\r\n]+", text)) <= 72
     assert "saved [bold]step 20" in text
     assert done.stderr.rstrip().endswith("\x1b[?25h"), "the cursor is shown again"
@@ -127,10 +138,8 @@ def test_a_terminal_that_goes_away_does_not_end_the_training() -> None:
     progress.message("nobody hears")
     progress.close()
     progress.close()
-    try:
+    with contextlib.suppress(BrokenPipeError):
         progress.stream.close()
-    except BrokenPipeError:
-        pass
 
 
 def test_a_name_with_markup_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
