@@ -200,6 +200,6 @@ def _tick(value: float, ticks: Sequence[float]) -> str:
     largest = max(abs(tick) for tick in ticks)
     if largest >= 10_000:
         return numbers.count(value)
-    if largest < 0.01:
+    if largest < 0.001:
         return numbers.figure(value, 3)
     return f"{round(value, 10):,.10f}".rstrip("0").rstrip(".")

@@ -19,11 +19,10 @@ import yaml
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.report import redact
 from mgpu_pipe.training.metrics_file import read_metrics
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
-SECRET_KEY = re.compile(r"(^|[._-])(api_?key|secret|passw(or)?d|(auth|access|hf)_token|credentials?)$", re.IGNORECASE)
-HIDDEN = "(hidden)"
 WARM_UP_ROWS = 2
 """Rows left out of the median throughput: the first steps compile and fill caches."""
 
@@ -254,30 +253,12 @@ def _names_the_run(text: str) -> bool:
 
 
 def _hide_secrets(view: RunView) -> None:
-    """Hide what a user wrote out under a key such as ``api_key``; ``${oc.env:...}`` names no secret and stays."""
-    view.overrides = [_without_secret(item) for item in view.overrides]
-    view.environment = _without_secrets(view.environment)
-    config = _without_secrets(view.config)
+    view.overrides = [redact.override(item) for item in view.overrides]
+    view.environment = redact.tree(view.environment)
+    config = redact.tree(view.config)
     if config != view.config:
         view.config = config
         view.config_text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-
-
-def _without_secrets(tree: Any, key: str = "") -> Any:
-    if isinstance(tree, dict):
-        return {name: _without_secrets(value, str(name)) for name, value in tree.items()}
-    if isinstance(tree, list):
-        return [_without_secret(value) if isinstance(value, str) else _without_secrets(value, key) for value in tree]
-    return HIDDEN if SECRET_KEY.search(key) and _is_written_out(tree) else tree
-
-
-def _without_secret(override: str) -> str:
-    key, separator, value = override.partition("=")
-    return f"{key}={HIDDEN}" if separator and SECRET_KEY.search(key) and _is_written_out(value) else override
-
-
-def _is_written_out(value: object) -> bool:
-    return value not in (None, "", "null") and not str(value).strip("'\"").startswith("${")
 
 
 def _not_a_run(folder: Path) -> str:

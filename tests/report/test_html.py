@@ -138,9 +138,10 @@ def test_secrets_do_not_reach_the_page(make_run: MakeRun) -> None:
         overrides=("logger.wandb.api_key=s3cr3t-a", "++callbacks.x.password='s3cr3t-b'", "data.tokenizer=kept-one"),
         config={"logger": {"wandb": {"api_key": "s3cr3t-a", "project": "kept-two"}, "x": [{"hf_token": "s3cr3t-c"}]}},
     )
+    run.environment.write_text(json.dumps({"command": ["mgpu-pipe", "logger.wandb.api_key=s3cr3t-a"]}))
     text = page_of(run).words
     assert "s3cr3t" not in text
-    assert text.count("(hidden)") >= 4
+    assert text.count("(hidden)") >= 5
     assert "kept-one" in text
     assert "kept-two" in text
     interpolated = page_of(make_run(steps=60, name="other")).words
