@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from mgpu_pipe.config.schema import ModelConfig
@@ -16,6 +17,10 @@ from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.folder import check_model_folder, read_config_json
 from mgpu_pipe.models.keyed_init import InitRecipe
+
+REFUSALS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError,
+            StrictDataclassError)  # fmt: skip
+"""What transformers raises on fields that do not fit together; it has no class of its own for that."""
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -44,7 +49,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
         fields[name] = {**fields[name], **value} if _both_mappings(fields.get(name), value) else value
     try:
         config = AutoConfig.for_model(model_type, **fields)
-    except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except REFUSALS as error:
         raise _refused(model, error) from error
     config.dtype = torch.float32
     config.use_cache = False
@@ -150,7 +155,7 @@ def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel
         raise ConfigError(
             "model.attn_implementation", model.attn_implementation, "install that package or use auto", _first_line(error)
         ) from error
-    except (TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
+    except REFUSALS as error:
         if wanted is not None and "attention" in str(error).lower():
             raise ConfigError("model.attn_implementation", wanted, "use auto", _first_line(error)) from error
         raise _refused(model, error) from error
@@ -158,9 +163,9 @@ def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel
 
 
 def _refused(model: ModelConfig, error: Exception) -> ConfigError:
-    given = json.dumps(model.config, default=str)
+    key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
     return ConfigError(
-        "model.config", given, "change those fields", f"transformers refuses it: {_first_line(error)}"
+        key, value, "change model.config", f"transformers refuses this configuration: {_first_line(error)}"
     )
 
 

@@ -18,6 +18,7 @@ NO_DEFAULT = object()
 """Stands for a default that is not a literal."""
 BASE_CLASSES = {"PreTrainedConfig": "configuration_utils.py", "PretrainedConfig": "configuration_utils.py"}
 PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)|^\s*"([^"]+)":\s*"([^"]+)"', re.MULTILINE)
+LOOKED_UP = re.compile(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"')
 
 
 @dataclass
@@ -35,7 +36,7 @@ class ConfigClass:
 
     @property
     def names(self) -> set[str]:
-        return set(self.annotations) | self.keywords | set(self.attribute_map)
+        return set(self.annotations) | self.keywords | set(self.attribute_map) | set(self.attribute_map.values())
 
 
 @lru_cache(maxsize=1)
@@ -75,7 +76,9 @@ def config_class(model_type: str) -> ConfigClass | None:
     others = sorted((folder / "models").glob("*/configuration_*.py")) if not own.is_file() else []
     for file in (own, *others):
         if file.is_file() and f"class {class_name}(" in file.read_text(encoding="utf-8"):
-            return _read_class(file, class_name, folder)
+            found = _read_class(file, class_name, folder)
+            found.keywords |= _undeclared(file.with_name(file.name.replace("configuration_", "modeling_")))
+            return found
     return None
 
 
@@ -122,6 +125,13 @@ def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:
     )
     found.keywords = {name for name in found.keywords if not name.startswith("_")} - {"self", "kwargs"}
     return found
+
+
+def _undeclared(modeling: Path) -> set[str]:
+    """Fields that a model looks up by name without its configuration class declaring them (Qwen3-MoE's head_dim)."""
+    if not modeling.is_file():
+        return set()
+    return {name for name in LOOKED_UP.findall(modeling.read_text(encoding="utf-8")) if not name.startswith("_")}
 
 
 def _read_base(file: Path, base: str, folder: Path) -> ConfigClass:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.recording import NotRecordedError, Operation, Recorder, TensorRef, replay
+from mgpu_pipe.models.recording import NotRecordedError, Operation, RealLiterals, Recorder, TensorRef, replay
 
 CHUNK = 1 << 21
 """Elements drawn from one generator. A constant of the format: another value gives other weights."""
@@ -64,9 +64,9 @@ class InitRecipe:
     def record(cls, build: Callable[[], nn.Module], model_type: str) -> InitRecipe:
         """Record ``build()``, which must return an untied model, and its ``initialize_weights()``, on meta."""
         recorder = Recorder()
-        with _recorded_init_functions(recorder), torch.device("meta"), recorder:
+        with _recorded_init_functions(recorder), torch.device("meta"), RealLiterals(), recorder:
             model = build()
-        with _recorded_init_functions(recorder), recorder, torch.no_grad():
+        with _recorded_init_functions(recorder), RealLiterals(), recorder, torch.no_grad():
             model.initialize_weights()  # type: ignore[operator]
         refs = {name: recorder.ref(tensor) for name, tensor in named_tensors(model)}
         return cls(recorder, refs, model_type)

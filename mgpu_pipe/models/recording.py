@@ -7,6 +7,7 @@ nothing else, whatever the size of the rest of the model.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -79,6 +81,20 @@ PURE_OVERWRITES = {
 """In-place operations whose result does not depend on what the tensor held before."""
 
 
+UNINITIALISED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+"""Operations that make a tensor without giving it values."""
+
+
+SHAPE_ONLY = re.compile(r"aten::(new_\w+|\w+_like)$")
+"""Operations that take shape and type from their argument, not values."""
+
+
 class Recorder(TorchDispatchMode):
     """Keeps every operation run under it, in order, with its storages."""
 
@@ -123,6 +139,8 @@ class Recorder(TorchDispatchMode):
         overwrites = set(created)
         if func in PURE_OVERWRITES or any(name.endswith("out") for name in recorded_kwargs):
             overwrites |= {ref.storage for ref in written if self._covers(ref)}
+        if SHAPE_ONLY.match(func._schema.name):
+            reads = set()
         self._append(
             Operation(
                 func, recorded_args, recorded_kwargs, outputs, reads, created | {ref.storage for ref in written},
@@ -141,7 +159,7 @@ class Recorder(TorchDispatchMode):
         """The operations that the final content of ``storage`` depends on, in order.
 
         Raises:
-            NotRecordedError: it depends on meta values that no recorded operation wrote.
+            NotRecordedError: it depends on values that no recorded operation wrote.
         """
         chosen: set[int] = set()
         pending = [(storage, len(self.operations))]
@@ -151,7 +169,7 @@ class Recorder(TorchDispatchMode):
             if (current, before) in seen:
                 continue
             seen.add((current, before))
-            defined = current in self.constants
+            defined, written = current in self.constants, False
             for index in reversed(self.written_by.get(current, [])):
                 if index >= before:
                     continue
@@ -160,8 +178,9 @@ class Recorder(TorchDispatchMode):
                     chosen.add(index)
                     pending.extend((read, index) for read in operation.reads if read != current)
                 if current in operation.overwrites:
-                    defined = True
+                    defined = written or operation.function not in UNINITIALISED
                     break
+                written = True
             if not defined:
                 raise NotRecordedError
         return [self.operations[index] for index in sorted(chosen)]
@@ -185,6 +204,19 @@ class Recorder(TorchDispatchMode):
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
         return tree_map(freeze, tree)
+
+
+class RealLiterals(TorchFunctionMode):
+    """Builds ``torch.tensor(...)`` on CPU and copies it to meta, so that a recorder sees the values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func in (torch.tensor, torch.as_tensor) and (device is None or torch.device(device).type == "meta"):
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        return func(*args, **kwargs)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -226,7 +258,7 @@ def replay(
             is_ref = {"is_leaf": lambda value: isinstance(value, TensorRef)}
             args, kwargs = tree_map(thaw, (operation.args, operation.kwargs), **is_ref)
             produced = operation.function(*args, **kwargs)
-            for ref, tensor in zip(operation.outputs, _tensors(produced), strict=True):
+            for ref, tensor in zip(operation.outputs, _tensors(produced), strict=False):
                 storages.setdefault(ref.storage, tensor.untyped_storage())
         return window(result).clone()
 

@@ -1,0 +1,79 @@
+"""Documents of a packed row do not see each other: the oracle is each document alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.attention import BY_MASK, BY_POSITION_IDS, block_diagonal_mask, check_packing, forward_kwargs
+from mgpu_pipe.models.build import build_meta, materialise
+from tests.models.tiny import tiny_model
+
+CUTS = ((5, 4, 3), (2, 7, 3))
+"""Document lengths of two rows; the last of each stands for the padding at the tail."""
+
+
+def packed_batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(3, 100, (2, sum(CUTS[0])), generator=generator)
+    input_ids[:, -3:] = 2
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in CUTS]
+    return {"input_ids": input_ids, "position_ids": torch.stack(positions)}
+
+
+ALL = sorted(BY_POSITION_IDS | BY_MASK)
+EAGER = ["llama", "gpt2", "qwen3", "mixtral", *sorted(BY_MASK)]
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [*((family, "auto") for family in ALL), *((family, "eager") for family in EAGER)]
+)
+def test_logits_of_a_packed_row_are_those_of_each_document_alone(family: str, attention: str) -> None:
+    config = tiny_model(family)
+    config.attn_implementation = attention  # type: ignore[assignment]
+    model = materialise(build_meta(config), 1, "cpu").eval()
+    batch = packed_batch()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # makes attention matter: at initialisation it is nearly uniform
+        packed = model(**forward_kwargs(model, batch)).logits
+        for row, lengths in enumerate(CUTS):
+            start = 0
+            for length in lengths:
+                window = slice(start, start + length)
+                alone = model(input_ids=batch["input_ids"][row : row + 1, window], use_cache=False).logits[0]
+                worst = (packed[row, window] - alone).abs().max() / alone.abs().max()
+                assert worst < 1e-5, f"row {row}, document at {start}: {worst:.1e}"
+                start += length
+
+
+def test_an_unpacked_row_needs_no_mask() -> None:
+    model = materialise(build_meta(tiny_model("llama")), 1, "cpu").eval()
+    ids = packed_batch()["input_ids"]
+    batch = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
+    torch.testing.assert_close(model(**forward_kwargs(model, batch)).logits, model(input_ids=ids).logits)
+
+
+def test_flash_attention_gets_rows_end_to_end() -> None:
+    model = build_meta(tiny_model("llama"))
+    model.config._attn_implementation = "flash_attention_2"
+    batch = packed_batch()
+    kwargs = forward_kwargs(model, batch)
+    assert kwargs["input_ids"].shape == kwargs["position_ids"].shape == (1, 24)
+    assert kwargs["position_ids"][0].eq(0).sum() == sum(map(len, CUTS))
+
+
+def test_mask_is_causal_inside_documents() -> None:
+    mask = block_diagonal_mask(torch.tensor([[0, 1, 0, 1, 2]]), as_bool=True)[0, 0]
+    expected = torch.block_diag(torch.ones(2, 2).tril(), torch.ones(3, 3).tril()).bool()
+    assert torch.equal(mask, expected)
+
+
+def test_families_that_cannot_be_packed_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.packing=best_fit.*data\.packing=none"):
+        check_packing("mamba", "best_fit")
+    with pytest.raises(ConfigError, match="flash_attention_2"):
+        check_packing("falcon", "best_fit", "flash_attention_2")
+    check_packing("mamba", "none")
+    check_packing("llama", "best_fit", "flash_attention_2")

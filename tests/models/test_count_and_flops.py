@@ -1,0 +1,121 @@
+"""Closed forms of parameters and FLOPs against the real modules, and torch's own FLOP counter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.models.flops import (
+    active_matmul_parameters,
+    attention_flops_per_token,
+    known_gpu_peak_flops,
+    training_flops_per_token,
+)
+from tests.models.tiny import tiny_model
+
+SHIPPED = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+
+
+def shipped_model(file: Path) -> ModelConfig:
+    content: Any = OmegaConf.to_container(OmegaConf.load(file))
+    return ModelConfig(name=file.stem, type=content["type"], config=content["config"])
+
+
+@pytest.mark.parametrize("file", [file for file in SHIPPED if file.stem != "hf"], ids=lambda file: file.stem)
+def test_count_is_exact_for_every_shipped_model(file: Path) -> None:
+    model = shipped_model(file)
+    counted = count_parameters(model)
+    assert counted is not None
+    assert counted.total == sum(parameter.numel() for parameter in build_meta(model).parameters())
+    assert counted.active <= counted.total
+    if file.stem.endswith("_tiny"):
+        assert counted.total < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("llama", {"num_key_value_heads": None, "head_dim": None}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 4}),
+        ("qwen3_moe", {"decoder_sparse_step": 2, "num_hidden_layers": 4}),
+        ("mixtral", {"tie_word_embeddings": True}),
+        ("gpt2", {"n_inner": 100, "tie_word_embeddings": False}),
+    ],
+)
+def test_count_is_exact_for_variants(family: str, config: dict[str, Any]) -> None:
+    model = tiny_model(family, **config)
+    counted = count_parameters(model)
+    assert counted is not None
+    assert counted.total == sum(parameter.numel() for parameter in build_meta(model).parameters())
+
+
+def test_other_families_are_not_guessed() -> None:
+    assert count_parameters(tiny_model("opt")) is None
+
+
+def test_published_sizes() -> None:
+    by_name = {file.stem: count_parameters(shipped_model(file)) for file in SHIPPED if file.stem != "hf"}
+    rounded = {name: (round(c.total / 1e9, 1), round(c.active / 1e9, 1)) for name, c in by_name.items() if c}
+    assert rounded["llama3_8b"] == (8.0, 8.0)
+    assert rounded["llama3_70b"] == (70.6, 70.6)
+    assert rounded["mixtral_8x7b"] == (46.7, 12.9)
+    assert rounded["qwen3_30b_a3b"] == (30.5, pytest.approx(3.3, abs=0.11))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_flops_are_those_that_torch_counts(family: str) -> None:
+    all_experts = {"num_experts_per_tok": 4, "experts_implementation": "eager"}
+    model = tiny_model(family, **(all_experts if family == "mixtral" else {}))
+    model.attn_implementation = "eager"  # the counter does not know every fused kernel
+    real = materialise(build_meta(model), 1, "cpu")
+    length = 32
+    counter = FlopCounterMode(display=False)
+    with counter:
+        real(input_ids=torch.arange(3, 3 + length)[None], use_cache=False).logits.sum().backward()
+    ours = training_flops_per_token(real, length) * length
+    attention = attention_flops_per_token(real, length) * length
+    # Torch counts the whole square of scores, not the causal half; norms and biases are in our 6N, not in its matmuls.
+    assert counter.get_total_flops() == pytest.approx(ours + attention, rel=0.02)
+
+
+def test_active_parameters_leave_out_lookups_and_idle_experts() -> None:
+    model = build_meta(tiny_model("mixtral"))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert active_matmul_parameters(model) == total - 128 * 64 - experts // 2
+    tied = build_meta(tiny_model("llama", tie_word_embeddings=True))
+    assert active_matmul_parameters(tied) == sum(parameter.numel() for parameter in tied.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H200", 989.4e12, 67e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("Tesla V100-SXM2-16GB", None, 15.7e12),
+        ("NVIDIA B200", 2250e12, 75e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
+        ("NVIDIA GeForce RTX 4090 D", None, None),
+        ("Some Accelerator", None, None),
+    ],
+)
+def test_peaks(name: str, bf16: float | None, fp32: float | None) -> None:
+    assert known_gpu_peak_flops(name, "bf16") == bf16
+    assert known_gpu_peak_flops(name, "fp32") == fp32
