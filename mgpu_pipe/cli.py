@@ -64,9 +64,9 @@ def _composed(verb: str, words: list[str], job: Callable[[Composition], int]) ->
 
     parsed = hydra_cli.parse(words)
     if hydra_cli.asks_hydra(parsed):
-        hydra_cli.answer(parsed, verb)
+        hydra_cli.answer(parsed)
         return EXIT_OK
-    if not parsed.multirun:
+    if not parsed.multirun and "hydra.mode=MULTIRUN" not in parsed.overrides:
         composition = hydra_cli.compose_one(parsed)
         if not composition.multirun:
             return job(composition)

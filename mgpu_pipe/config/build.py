@@ -206,7 +206,8 @@ def _argument_errors(
     for name in names:
         if name not in signature.names and not signature.takes_any_keyword:
             close = nearest(name, signature.names)
-            fix = f"did you mean {close}?" if close else f"use one of {', '.join(signature.names)}"
+            taken = ", ".join(own for own in signature.names if own not in provided)
+            fix = f"did you mean {close}?" if close else f"remove it (~{key}.{name}) or use one of {taken}"
             shown = node[name] if isinstance(node[name], bool | int | float) else "..."
             errors.append(ConfigError(f"{key}.{name}", shown, fix, f"{target} takes no such argument"))
     for name in signature.required:

@@ -107,14 +107,14 @@ def preprocess(arguments: Sequence[str]) -> list[str]:
         ConfigErrors: unknown keys and options, with the nearest valid ones.
     """
     with hydra_session() as hydra:
-        good, errors = preprocess_checked(hydra, list(arguments))
+        good, errors = preprocess_checked(hydra, list(arguments), multirun=True)
     if errors:
         raise ConfigErrors(errors)
     return good
 
 
 def preprocess_checked(
-    hydra: Hydra, arguments: list[str], config_name: str = CONFIG_NAME
+    hydra: Hydra, arguments: list[str], config_name: str = CONFIG_NAME, multirun: bool = False
 ) -> tuple[list[str], list[BadInputError]]:
     """Like :func:`preprocess` within a session, with errors returned."""
     from hydra.core.object_type import ObjectType
@@ -122,16 +122,17 @@ def preprocess_checked(
     from mgpu_pipe.config.overrides import check_overrides
 
     search_path = [item for item in arguments if item.lstrip("+").startswith("hydra.searchpath=")]
+    loader: Any = hydra.config_loader
+    with composition_errors():  # once, for the loader's public look-up reads the primary configuration every time
+        _, repository = loader._parse_overrides_and_create_caching_repo(config_name, search_path)
 
     def lookup(group: str) -> tuple[list[str], list[str]]:
-        loader: Any = hydra.config_loader
         with composition_errors():
             return tuple(  # type: ignore[return-value]
-                loader.get_group_options(group, kind, config_name, search_path)
-                for kind in (ObjectType.CONFIG, ObjectType.GROUP)
+                repository.get_group_options(group, kind) for kind in (ObjectType.CONFIG, ObjectType.GROUP)
             )
 
-    return check_overrides(arguments, lookup)
+    return check_overrides(arguments, lookup, multirun)
 
 
 @contextmanager

@@ -82,9 +82,26 @@ def all_keys() -> tuple[str, ...]:
 
 def unknown_key(path: str, value: object) -> ConfigError:
     """The error for a key that the schema does not have."""
-    close = nearest_key(path, all_keys())
+    close = _corrected(path) or nearest_key(path, all_keys())
     fix = f"did you mean {close}?" if close else "see the keys with: mgpu-pipe schema"
     return ConfigError(path, value, fix, "no such key")
+
+
+def _corrected(path: str) -> str | None:
+    """``path`` with each misspelt word replaced by the nearest one of its section; None if one is like none."""
+    hint: Any = RunConfig
+    words = []
+    for word in path.split("."):
+        if get_origin(hint) is dict:
+            words.append(word)
+            continue
+        names = hints(hint) if dataclasses.is_dataclass(hint) else {}  # type: ignore[arg-type]
+        close = word if word in names else nearest(word, names)
+        if close is None:
+            return None
+        words.append(close)
+        hint = names[close]
+    return ".".join(words)
 
 
 def _join(path: str, name: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+COMPOSING_VERBS = ("train", "check", "verify")
 
 Job = Callable[[Composition], None]
 
@@ -36,7 +37,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.error = refuse  # type: ignore[method-assign]
     parsed = parser.parse_intermixed_args(arguments)
     if parsed.experimental_rerun is not None:
-        raise BadInputError("--experimental-rerun reads a pickle; start a run again with the overrides in overrides.txt")
+        raise BadInputError("--experimental-rerun reads a pickle; give the overrides in overrides.txt again")
     return parsed
 
 
@@ -45,25 +46,32 @@ def asks_hydra(parsed: argparse.Namespace) -> bool:
     return bool(parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.shell_completion)
 
 
-def answer(parsed: argparse.Namespace, verb: str | None) -> None:
+def answer(parsed: argparse.Namespace) -> None:
     """Let Hydra answer ``--help``, ``--hydra-help``, ``--cfg``, ``--info`` or ``--shell-completion``."""
+    import logging
+
     from hydra import version
     from hydra._internal.utils import _run_hydra, get_args_parser
 
     version.setbase(compose.HYDRA_VERSION)
     compose.register()
+    logging.raiseExceptions = False  # Hydra answers through logging, which would trace a reader that left
     if parsed.shell_completion:
-        _drop_verb_from_completion(verb)
+        _drop_verb_from_completion()
     elif not (parsed.help or parsed.hydra_help):
         with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
             parsed.overrides, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed))
         if errors:
             raise ConfigErrors(errors)
-    with compose.composition_errors(), _hydra_raises():
-        _run_hydra(
-            args=parsed, args_parser=get_args_parser(), task_function=_no_job,
-            config_path=str(_conf(parsed) or compose.conf_dir()), config_name=compose.CONFIG_NAME,
-        )
+    try:
+        with compose.composition_errors(), _hydra_raises():
+            _run_hydra(
+                args=parsed, args_parser=get_args_parser(), task_function=_no_job,
+                config_path=str(_conf(parsed) or compose.conf_dir()), config_name=compose.CONFIG_NAME,
+            )
+    except BadInputError:
+        if not parsed.shell_completion:  # a half-typed line completes to nothing, without a word
+            raise
 
 
 def compose_one(parsed: argparse.Namespace) -> Composition:
@@ -81,7 +89,7 @@ def sweep(parsed: argparse.Namespace, job: Job) -> None:
         ConfigErrors, BadInputError: the sweep itself cannot be composed.
     """
     with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
-        good, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed))
+        good, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed), multirun=True)
         if errors:
             raise ConfigErrors(errors)
 
@@ -121,13 +129,12 @@ def _hydra_raises() -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def _drop_verb_from_completion(verb: str | None) -> None:
+def _drop_verb_from_completion() -> None:
     """The shell hands over the whole line; Hydra would take the verb in it for an override."""
     line = os.environ.get("COMP_LINE", "")
     program, _, rest = line.partition(" ")
-    first = verb or rest.lstrip().partition(" ")[0]
-    if first in ("train", "check", "verify") and rest.lstrip().startswith(f"{first} "):
-        os.environ["COMP_LINE"] = shortened = f"{program} {rest.lstrip()[len(first) + 1:]}"
+    first, space, after = rest.lstrip().partition(" ")
+    if space and first in COMPOSING_VERBS:
+        os.environ["COMP_LINE"] = f"{program} {after}"
         point = int(os.environ.get("COMP_POINT", len(line)))
-        os.environ["COMP_POINT"] = str(max(0, point - (len(line) - len(shortened))))
-    sys.stdout.flush()
+        os.environ["COMP_POINT"] = str(max(0, point - (len(line) - len(program) - 1 - len(after))))

@@ -43,8 +43,9 @@ def plain_values(config: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]
     """Resolve every interpolation.
 
     Returns:
-        The plain nested values without Hydra's own node, strings that depend on ``oc.env`` as :class:`EnvironmentText`, missing values
-        (``???``) as they are; and an error for each interpolation that cannot be resolved.
+        The plain nested values without Hydra's own node, strings that depend on ``oc.env`` as
+        :class:`EnvironmentText`, missing values (``???``) as they are; and an error for each interpolation that
+        cannot be resolved.
     """
     errors: list[ConfigError] = []
     values = _plain(config, "", errors)
@@ -67,8 +68,8 @@ def _plain(node: DictConfig | ListConfig, path: str, errors: list[ConfigError]) 
             value = node[key]
         except OmegaConfBaseException as error:
             raw = node._get_node(key)._value()  # type: ignore[union-attr]
-            reason = str(error).strip().splitlines()[0]
-            errors.append(ConfigError(where, raw, "correct the interpolation or set what it names", reason))
+            reason = str(error).strip().splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
+            errors.append(ConfigError(where, raw, "correct the interpolation or set what it names", reason.strip('"')))
             continue
         found[key] = _plain(value, where, errors) if isinstance(value, DictConfig | ListConfig) else value
     return found if isinstance(node, DictConfig) else list(found.values())

@@ -27,12 +27,15 @@ GroupLookup = Callable[[str], tuple[list[str], list[str]]]
 """Given a group's name: its options and its sub-groups; the empty name is the root."""
 
 
-def check_overrides(arguments: list[str], lookup: GroupLookup) -> tuple[list[str], list[BadInputError]]:
+def check_overrides(
+    arguments: list[str], lookup: GroupLookup, multirun: bool = False
+) -> tuple[list[str], list[BadInputError]]:
     """Split overrides into those that Hydra can take and the errors of the others.
 
     Args:
         arguments: overrides as typed.
         lookup: tells the options and sub-groups of a configuration group.
+        multirun: whether a value may be a sweep.
 
     Returns:
         The good overrides, in order, with ``+`` dropped from or ``++`` put before keys where Hydra wants it so;
@@ -50,10 +53,13 @@ def check_overrides(arguments: list[str], lookup: GroupLookup) -> tuple[list[str
             continue
         if override.is_hydra_override() or override.key_or_group == "hydra":
             good.append(argument)
+        elif override.is_sweep_override() and not multirun:
+            fix = "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'"
+            errors.append(ConfigError(override.key_or_group, _value_text(override), fix, "several values"))
         elif override.key_or_group in groups or "/" in override.key_or_group:
             wrong = _check_choice(override, groups, lookup)
             errors.extend(wrong)
-            if not wrong:
+            if not wrong and not _chooses_nothing(override):
                 good.append(_as_group_choice(override, argument))
         else:
             kind = _key_kind(override.key_or_group)
@@ -94,7 +100,7 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
     group = override.key_or_group.strip("/")
     if "/" in group and group.split("/")[0] not in groups:
         return [ConfigError(group, _value_text(override), choose_from(group, groups), "no such group")]
-    if override.is_delete():
+    if override.is_delete() or _chooses_nothing(override):
         return []
     options, _ = lookup(group)
     return [
@@ -102,6 +108,11 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
         for choice in _choices(override)
         if choice.removesuffix(".yaml") not in options
     ]
+
+
+def _chooses_nothing(override: Override) -> bool:
+    """``experiment=null``, which is the default, and which Hydra takes in a defaults list only."""
+    return override.key_or_group in FREE_GROUPS and override.value() is None
 
 
 def _as_group_choice(override: Override, argument: str) -> str:

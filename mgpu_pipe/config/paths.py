@@ -26,6 +26,16 @@ class RunPaths:
         return self.root / "environment.json"
 
     @property
+    def data(self) -> Path:
+        """What the launcher prepared (``PreparedData`` as JSON), for the workers and for later readers."""
+        return self.root / "data.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The run's own copy of its tokenizer's folder."""
+        return self.root / "tokenizer"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.csv"
 

@@ -33,7 +33,9 @@ def nearest_key(path: str, keys: Iterable[str]) -> str | None:
     A key of the same section comes first, then a key anywhere whose last word is the one given (``lr`` is
     ``optimizer.lr``), then the nearest whole path.
     """
-    known = list(keys)
+    every = set(keys)
+    sections = {key.rpartition(".")[0] for key in every}
+    known = sorted(every - sections) if "." in path else sorted(every)
     section, _, last = path.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     close = nearest(last, siblings)
@@ -42,7 +44,7 @@ def nearest_key(path: str, keys: Iterable[str]) -> str | None:
     same_word = [key for key in known if key.rpartition(".")[2] == last]
     if same_word:
         return nearest(path, same_word, cutoff=0.0)
-    whole = nearest(path, known)
+    whole = nearest(path, known, cutoff=0.8)
     if whole:
         return whole
     words = {key.rpartition(".")[2]: key for key in known}

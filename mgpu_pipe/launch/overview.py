@@ -49,7 +49,7 @@ def _data(config: RunConfig) -> str:
     if data.validation_paths:
         held_out = f"held out {', '.join(data.validation_paths)}"
     else:
-        held_out = f"{data.validation_fraction:.3g} of the documents held out" if data.validation_fraction else ""
+        held_out = f"{100 * data.validation_fraction:.3g}% of the documents held out" if data.validation_fraction else ""
     packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
     parts = [f"{source}{where}", f"{data.seq_len} tokens a sample, {packing}", held_out]
     return "; ".join(part for part in parts if part)

@@ -159,7 +159,8 @@ def _sequence_errors(config: RunConfig) -> list[BadInputError]:
     if isinstance(limit, int) and config.data.seq_len > limit:
         own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
         fix = f"use at most {limit}, or raise model.config.{own}"
-        return [ConfigError("data.seq_len", config.data.seq_len, fix, f"model {config.model.name} has {limit} positions")]
+        reason = f"model {config.model.name} has {limit} positions"
+        return [ConfigError("data.seq_len", config.data.seq_len, fix, reason)]
     return []
 
 
@@ -194,7 +195,7 @@ def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
     lock = RunPaths(folder).lock.name
     if any(entry.name != lock for entry in folder.iterdir()):
         return [RunFolderError(
-            f"run.dir={run.dir}: the folder is not empty; go on in it with checkpoint.resume=auto, or choose another one"
+            f"run.dir={run.dir}: the folder is not empty; go on in it with checkpoint.resume=auto, or choose another"
         )]
     return []
 
