@@ -6,18 +6,21 @@ torch's elastic agent is not used: it needs torch in the launcher (1.3 s), count
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
 from mgpu_pipe.launch.failure import Failure, first_failure
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.workers import WorkerGroup, WorkerPlan
 
-CRASH_GRACE_S = 3.0
-"""The other ranks of a failed one hang in a collective; they get this long to leave by themselves."""
+CRASH_TERMINATE_S = 1.0
+"""What is seen first may only follow from another rank's end, which gets this long to be told."""
+CRASH_KILL_S = 3.0
+"""The other ranks of a failed one hang in a collective; they get this long to leave."""
 POLL_S = 0.5
 
 
@@ -49,6 +52,7 @@ def supervise(
     started: WorkerGroup | None = None,
     attempt_environment: Callable[[int], Mapping[str, str]] = lambda attempt: {},
     lost: Callable[[], str] = lambda: "",
+    on_stop: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run the workers to their end, again after a crash, at most ``max_restarts`` times.
 
@@ -57,17 +61,16 @@ def supervise(
         started: the first attempt's group, if it was started ahead.
         attempt_environment: variables of one attempt, e.g. where it resumes.
         lost: why the run must end at once (its folder was taken over by another host); empty while all is well.
+        on_stop: called once the workers were asked to save and leave.
     """
     inbox.collect()
     attempt = first_attempt
     while True:
-        group = started or WorkerGroup(
-            replace(plan, environment={**plan.environment, **attempt_environment(attempt)}), attempt
-        )
+        group = started or WorkerGroup(plan.with_environment(attempt_environment(attempt)), attempt)
         started = None
         try:
             group.release()
-            outcome = _watch(group, plan, inbox, stop_timeout, lost)
+            outcome = _watch(group, plan, inbox, stop_timeout, lost, on_stop)
         finally:
             group.kill()
         failure = outcome.failure
@@ -79,10 +82,15 @@ def supervise(
 
 
 def _watch(
-    group: WorkerGroup, plan: WorkerPlan, inbox: SignalInbox, stop_timeout: float, lost: Callable[[], str]
+    group: WorkerGroup,
+    plan: WorkerPlan,
+    inbox: SignalInbox,
+    stop_timeout: float,
+    lost: Callable[[], str],
+    on_stop: Callable[[], None],
 ) -> Outcome:
     """Until no worker of ``group`` is left."""
-    stop_by = crash_by = float("inf")
+    stop_by = terminate_at = crash_by = float("inf")
     message = ""
     killed: frozenset[int] = frozenset()
     while True:
@@ -91,10 +99,13 @@ def _watch(
             break
         now = time.monotonic()
         if failed and crash_by == float("inf"):
+            terminate_at, crash_by = now + CRASH_TERMINATE_S, now + CRASH_KILL_S
+        if now >= terminate_at:
             group.terminate()
-            crash_by = now + CRASH_GRACE_S
+            terminate_at = float("inf")
         if inbox.stop_requested and stop_by == float("inf"):
             group.terminate()
+            on_stop()
             stop_by = now + stop_timeout
         reason = _reason_to_kill(inbox, now >= stop_by, stop_timeout, lost())
         if reason or now >= crash_by:
@@ -102,8 +113,11 @@ def _watch(
             killed = frozenset(group.running)
             group.kill()
             break
-        inbox.wait(min(POLL_S, stop_by - now, crash_by - now))
-    return _judge(group, plan, message, killed)
+        inbox.wait(min(POLL_S, stop_by - now, terminate_at - now, crash_by - now))
+    if crash_by < float("inf") or stop_by < float("inf"):
+        # SIGTERM found these before they had taken it over, so with nothing to save
+        killed |= {end.rank for end in group.exits if end.code == -signal.SIGTERM}
+    return _judge(group, plan, message, killed, stopped=stop_by < float("inf"))
 
 
 def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, lost: str) -> str:
@@ -119,13 +133,13 @@ def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, los
     return ""
 
 
-def _judge(group: WorkerGroup, plan: WorkerPlan, message: str, killed: frozenset[int]) -> Outcome:
+def _judge(group: WorkerGroup, plan: WorkerPlan, message: str, killed: frozenset[int], stopped: bool) -> Outcome:
     codes = {end.code for end in group.exits if end.rank not in killed}
     if message:
         return Outcome("failed", EXIT_FAILURE, group.attempt, message=message)
-    if codes == {EXIT_OK}:
-        return Outcome("finished", EXIT_OK, group.attempt)
-    if codes <= {EXIT_OK, EXIT_STOPPED}:
+    if not codes <= {EXIT_OK, EXIT_STOPPED}:
+        failure = first_failure(plan.paths, group.exits, group.attempt, killed)
+        return Outcome("failed", failure.exit_code, group.attempt, failure)
+    if EXIT_STOPPED in codes or (stopped and killed):
         return Outcome("stopped", EXIT_STOPPED, group.attempt)
-    failure = first_failure(plan.paths, group.exits, group.attempt, killed)
-    return Outcome("failed", failure.exit_code, group.attempt, failure)
+    return Outcome("finished", EXIT_OK, group.attempt)

@@ -7,30 +7,29 @@ first moment on (dying with the launcher, the stop flag) is set up before anythi
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.failure import write_error
 from mgpu_pipe.launch.parent_death import Lifeline
-from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD
+from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.data.prepare import PreparedData
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.training.run import TrainResult
-
-RESUME = "MGPU_RESUME"
-"""The step folder an attempt resumes from; unset starts fresh."""
 
 
 def main(folder: Path) -> int:
@@ -49,50 +48,44 @@ def main(folder: Path) -> int:
 
         config = load(paths.config)
         resume = os.environ.get(RESUME)
-        result = train_in(
-            world, config, paths, lambda: launcher_store(world, config.launch.collective_timeout),
-            resume=Path(resume) if resume else None,
-        )  # fmt: skip
+        store = launcher_store(world, config.launch.collective_timeout)
+        result = train_in(world, config, paths, store, resume=Path(resume) if resume else None)
     except BaseException as error:
         leave_error(paths, error, world.rank)
-        raise AssertionError("unreachable") from error
     return EXIT_STOPPED if result.status == "stopped" else EXIT_OK
 
 
-def leave_error(paths: RunPaths, error: BaseException, rank: int) -> None:
+def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
     """Hand ``error`` to the launcher and end this process as it is: peers and device are in no state to tidy up."""
     write_error(paths.rank_error(rank), error, rank)
-    sys.__excepthook__(type(error), error, error.__traceback__)
+    if isinstance(error, MgpuError):
+        print(f"error: rank {rank}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(type(error), error, error.__traceback__)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(getattr(error, "exit_code", 1))
 
 
-def train_in(
-    world: World, config: RunConfig, paths: RunPaths, store: Callable[[], Store], *, resume: Path | None
-) -> TrainResult:
+def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, resume: Path | None) -> TrainResult:
     """Train inside ``world`` and, on rank 0, write the summary. Every rank makes this call.
 
     Args:
-        store: makes the store of the process group.
+        store: where the ranks of the process group meet.
         resume: the step folder to go on from.
     """
     started = time.monotonic()
     import torch
 
-    from mgpu_pipe.config.hardware import usable_gpus
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.config.validate import device_type
     from mgpu_pipe.launch.distributed import process_group
     from mgpu_pipe.launch.summary import write_finished
     from mgpu_pipe.training.run import train
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    device_type = config.trainer.accelerator
-    if device_type == "auto":
-        device_type = "cuda" if usable_gpus() else "cpu"
     live = _live_stream() if world.rank == 0 else None
-    with process_group(world, store(), device_type, config.launch.collective_timeout):
-        prepared = prepare(config)
+    with process_group(world, store, device_type(config), config.launch.collective_timeout):
+        prepared = _prepared(config, paths)
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
             result = train(
@@ -104,6 +97,19 @@ def train_in(
             samples = _samples(config, result, prepared.tokenizer_folder) if result.status == "finished" else []
             write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
+
+
+def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
+    """What the launcher prepared; prepared again on a node that does not share its cache."""
+    from mgpu_pipe.data.prepare import PreparedData, prepare
+
+    prepared = PreparedData.from_dict(json.loads(paths.data.read_text(encoding="utf-8")))
+    if prepared.folder.exists():
+        return prepared
+    here = prepare(config)
+    if here.digest != prepared.digest:
+        raise DataError(f"{here.folder}: the data on this node is not rank 0's; give all nodes the same files")
+    return here
 
 
 def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:

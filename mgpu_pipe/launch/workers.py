@@ -8,17 +8,20 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
+from mgpu_pipe.launch.warden import Warden
 
 HOST = "127.0.0.1"
 STORE_FD = "MGPU_STORE_FD"
 ATTEMPT = "MGPU_ATTEMPT"
 LIVE_FD = "MGPU_LIVE_FD"
+RESUME = "MGPU_RESUME"
+"""The step folder an attempt resumes from; empty starts afresh."""
 INHERITED_FDS = "MGPU_INHERITED_FDS"
 
 
@@ -51,6 +54,9 @@ class WorkerPlan:
     live_fd: int | None = None
     inherited_fds: tuple[int, ...] = ()
 
+    def with_environment(self, more: Mapping[str, str]) -> WorkerPlan:
+        return replace(self, environment={**self.environment, **more})
+
 
 class WorkerGroup:
     """The workers of one attempt. Must be started by the launcher's main thread, whose end they follow."""
@@ -61,7 +67,11 @@ class WorkerGroup:
         self.exits: list[Exit] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._lifelines: dict[int, int] = {}
+        self._warden = Warden()
+        parent_death.keep_from_forks(self._warden.fd)
         plan.paths.logs.mkdir(exist_ok=True)
+        for left_over in plan.paths.logs.glob("rank-*.error.json"):
+            left_over.unlink()
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as store:
             store.bind((HOST, 0))  # listening from here on: no other process can take the port
             store.listen(max(128, plan.world_size))
@@ -73,7 +83,6 @@ class WorkerGroup:
                 raise
 
     def _start(self, plan: WorkerPlan, rank: int, store: socket.socket) -> None:
-        plan.paths.rank_error(rank).unlink(missing_ok=True)
         read_fd, write_fd = os.pipe()
         parent_death.keep_from_forks(write_fd)
         self._lifelines[rank] = write_fd
@@ -106,6 +115,7 @@ class WorkerGroup:
                     list(plan.argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
                     pass_fds=passed, start_new_session=True,
                 )  # fmt: skip
+            self._warden.watch(self._running[rank].pid)
         finally:
             os.close(read_fd)
 
@@ -130,10 +140,7 @@ class WorkerGroup:
             # still unreaped, so its process group cannot be another's
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            _kill_group(process.pid)
-            found.append(Exit(rank, process.wait(), time.time()))
-            del self._running[rank]
-            self._close_lifeline(rank)
+            found.append(self._end(rank))
         self.exits += found
         return found
 
@@ -143,14 +150,23 @@ class WorkerGroup:
             os.kill(process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every worker and all it started, at once, and wait until they are gone."""
+        """End every worker and all it started, at once, wait until they are gone, and give everything back."""
         for process in self._running.values():
             _kill_group(process.pid)
-        for rank, process in list(self._running.items()):
-            self.exits.append(Exit(rank, process.wait(), time.time()))
-            del self._running[rank]
-        for rank in list(self._lifelines):
+        self.exits += [self._end(rank) for rank in self.running]
+        for rank in list(self._lifelines):  # of a worker that could not be started
             self._close_lifeline(rank)
+        parent_death.forget(self._warden.fd)
+        self._warden.close()
+
+    def _end(self, rank: int) -> Exit:
+        """Reap a worker that has ended or is killed herewith, with what it left behind."""
+        process = self._running.pop(rank)
+        _kill_group(process.pid)
+        self._warden.dismiss(process.pid)
+        code = process.wait()
+        self._close_lifeline(rank)
+        return Exit(rank, code, time.time())
 
     def _close_lifeline(self, rank: int) -> None:
         fd = self._lifelines.pop(rank)

@@ -82,6 +82,8 @@ def main() -> None:
         time.sleep(600)
     if behaviour == "peers_follow":  # rank 0's error is told earlier, but only follows from rank 1's
         if rank == 0:
+            while not (paths.root / "pid-1").exists():
+                time.sleep(0.01)
             fail(paths, rank, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"), 1)
         time.sleep(0.2)
         fail(paths, rank, MemoryError("rank 1 ran out of memory"), 1)

@@ -1,0 +1,118 @@
+"""What a run says before and after: tables, summary, report. None of it may cost the run its exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, world_size
+from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.launch.parameters import parameter_count
+from mgpu_pipe.launch.preflight import model_fields
+from mgpu_pipe.launch.summary import amend_summary, read_summary, write_summary
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.launch.supervisor import Outcome
+
+
+def print_before(
+    config: RunConfig, prepared: PreparedData, environment: Mapping[str, object], world: int | None = None
+) -> None:
+    """The table before training: model, topology, batch arithmetic, data.
+
+    Args:
+        world: processes of the run; None takes the configured number.
+    """
+    from mgpu_pipe.report.tables import before_table
+
+    dims = ParallelDims.resolve(config.strategy, world or world_size(config))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    before_table(config, prepared, plan, dims, parameter_count(model_fields(config)), _device(config, environment))
+    sys.stdout.flush()
+
+
+def record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> None:
+    """The summary of a run whose workers could not write one."""
+    from mgpu_pipe.training.metrics_file import read_metrics
+
+    world = world_size(config)
+    steps = read_metrics(paths.metrics)["step"] if paths.metrics.exists() else []
+    saved = [info for info in list_steps(paths.checkpoints) if info.valid]
+    failure = outcome.failure
+    write_summary(
+        paths,
+        {
+            "status": "failed",
+            "step": int(max(steps, default=0)),
+            "max_steps": config.trainer.max_steps,
+            "world_size": world,
+            "topology": ParallelDims.resolve(config.strategy, world).as_dict(),
+            "metrics": {},
+            "checkpoint": str(saved[-1].path.relative_to(paths.root)) if saved else None,
+            "wall_s": wall_s,
+            "attempts": outcome.attempt,
+            "error": {"rank": failure.rank, "type": failure.type, "message": failure.message}
+            if failure is not None
+            else {"message": outcome.message},
+        },
+    )
+
+
+def say_complete(paths: RunPaths) -> None:
+    print("this run is complete; raise trainer.max_steps to go on", file=sys.stderr)
+    print(f"run: {paths.root}", flush=True)
+
+
+def conclude(config: RunConfig, paths: RunPaths, **known: object) -> None:
+    """Write the report, print the table after training and, last, the run's folder.
+
+    A fault in the report is told with its traceback; what the run reached stands.
+
+    Args:
+        known: what the launcher adds to the summary.
+    """
+    try:
+        amend_summary(paths, **known)
+        _show_end(config, paths)
+    except MgpuError as error:
+        print(f"error: the run's report could not be made: {error}", file=sys.stderr)
+    except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
+        print("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
+        traceback.print_exc()
+    print(f"run: {paths.root}", flush=True)
+
+
+def _show_end(config: RunConfig, paths: RunPaths) -> None:
+    from mgpu_pipe.report.html import write_report
+    from mgpu_pipe.report.tables import after_table
+
+    report = write_report([paths], paths.report)
+    summary = read_summary(paths)
+    if summary.get("status") == "failed":
+        return
+    after_table(summary, {"report": str(report), "go on": _how_to_go_on(config, paths, summary)})
+    sys.stdout.flush()
+
+
+def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, object]) -> str:
+    if summary.get("status") == "stopped":
+        return f"the same command with run.dir={paths.root} checkpoint.resume=auto"
+    if summary.get("checkpoint") is None:
+        return "no checkpoint was saved; set checkpoint.save_last=true"
+    return f"mgpu-pipe generate {paths.root}  or  mgpu-pipe export {paths.root}"
+
+
+def _device(config: RunConfig, environment: Mapping[str, object]) -> str:
+    """The hardware in words."""
+    gpus = environment.get("gpus")
+    if device_type(config) == "cuda" and isinstance(gpus, list) and gpus:
+        return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"
+    return f"{cpu_cores()} CPU cores"

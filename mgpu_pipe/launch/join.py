@@ -1,0 +1,258 @@
+"""Becoming a rank of a world that torchrun or srun started.
+
+Every rank composes the same command. Rank 0 chooses the folder, freezes the configuration there and tells the
+others, through the store, the folder and the configuration's hash; they refuse another hash than their own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from mgpu_pipe.config.freeze import config_hash, load
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError
+from mgpu_pipe.launch import finish, run_folder, stop
+from mgpu_pipe.launch.distributed import World
+from mgpu_pipe.launch.environment import describe_environment
+from mgpu_pipe.launch.live_output import LiveStream
+from mgpu_pipe.launch.lock import RunLock, process_identity
+from mgpu_pipe.launch.parent_death import LIFELINE_FD, die_with_parent
+from mgpu_pipe.launch.resume import resume_step
+from mgpu_pipe.launch.run_folder import RunFolder
+from mgpu_pipe.launch.supervisor import Outcome
+from mgpu_pipe.launch.workers import open_log
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from mgpu_pipe.launch.local import LaunchResult
+
+WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+SLURM_PORTS = (15000, 20000)
+"""First and number of the ports that a SLURM step's number is mapped to, where MASTER_PORT is not given."""
+OFFER = "mgpu_pipe/offer"
+
+
+def existing_world(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the world this process was started in; empty if it was not, so that it launches its own."""
+    if LIFELINE_FD in environment:
+        return {}
+    if all(name in environment for name in WORLD_VARIABLES):
+        return {name: environment[name] for name in WORLD_VARIABLES}
+    # set by srun for each task of a step, not in a batch script, which also has SLURM_PROCID
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environment:
+        return _slurm_world(environment)
+    return {}
+
+
+def join(
+    joined: Mapping[str, str], config: RunConfig, overrides: Sequence[str], command: Sequence[str]
+) -> LaunchResult:
+    """Train as one rank of the ``joined`` world; returns, or ends the process on an error while training.
+
+    A run that was stopped ends with exit code 0, for torchrun takes anything else for a crash; the summary says it.
+
+    Raises:
+        BadInputError: the configuration does not fit the world or is not the other ranks', or the run cannot start.
+    """
+    from mgpu_pipe.launch.local import LaunchResult, threads_per_worker, worker_environment
+
+    started = time.monotonic()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+    stop.install(second_leaves=True)
+    os.environ.update(joined)
+    world = World.from_environment(os.environ)
+    check_world(config, world)
+    threads = threads_per_worker(config, world.local_world_size)
+    os.environ.update(worker_environment(threads, one_host=world.local_world_size == world.world_size))
+    with ExitStack() as held:
+        store = _meet(config)
+        offer = _lead(config, world, overrides, command, store, held) if world.rank == 0 else _follow(config, store)
+        paths = RunPaths(Path(offer.folder))
+        if not offer.train:
+            return LaunchResult("finished", EXIT_OK, paths.root)
+        status = _train(replace(world, attempt=offer.attempt), paths, store, offer, held)
+        if world.rank == 0:
+            finish.conclude(config, paths, wall_s=time.monotonic() - started, attempts=offer.attempt)
+    return LaunchResult(status, EXIT_OK, paths.root)
+
+
+def check_world(config: RunConfig, world: World) -> None:
+    """Refuse a configuration that asks for another world than the one there is."""
+    nodes = world.world_size // world.local_world_size
+    there = f"the world that was joined has {world.world_size} processes, {world.local_world_size} on this node"
+    devices = config.trainer.devices
+    if devices != world.local_world_size and not (devices == "auto" and config.strategy.name != "single"):
+        raise ConfigError("trainer.devices", devices, f"use {world.local_world_size}, or start as many", there)
+    if config.trainer.num_nodes != nodes:
+        raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, f"use {nodes}", there)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What rank 0 decided for all."""
+
+    folder: str
+    config_hash: str
+    resume: str
+    attempt: int
+    train: bool
+    """False where the run is complete already."""
+
+
+def _meet(config: RunConfig) -> Store:
+    """The store of the joined world."""
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=config.launch.collective_timeout)))
+    return PrefixStore("mgpu_pipe", store)
+
+
+def _lead(
+    config: RunConfig, world: World, overrides: Sequence[str], command: Sequence[str], store: Store, held: ExitStack
+) -> _Offer:
+    """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that none waits in vain."""
+    try:
+        folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
+        held.enter_context(RunLock(folder.paths.lock))
+        offer = _settle(config, world, overrides, command, folder)
+    except MgpuError as error:
+        store.set(OFFER, json.dumps({"exit_code": error.exit_code}))
+        raise
+    store.set(OFFER, json.dumps(asdict(offer)))
+    return offer
+
+
+def _settle(
+    config: RunConfig, world: World, overrides: Sequence[str], command: Sequence[str], folder: RunFolder
+) -> _Offer:
+    from mgpu_pipe.launch.local import announce_resume, prepare_data, threads_per_worker
+
+    paths = folder.paths
+    run_folder.check_unused(folder)
+    attempt = run_folder.next_attempt(paths)
+    if run_folder.completed(folder, config):
+        finish.say_complete(paths)
+        return _Offer(str(paths.root), config_hash(config), "", attempt, train=False)
+    try:
+        step = resume_step(config, paths)
+        threads = threads_per_worker(config, world.local_world_size)
+        environment = {**describe_environment(command, threads, world.world_size), "launch": _this_launch()}
+        prepared = prepare_data(config)
+        announce_resume(config, prepared, step)
+    except BadInputError:
+        folder.discard()
+        raise
+    run_folder.record_launch(paths, config, overrides, environment, prepared)
+    run_folder.keep_attempt_config(paths, attempt)
+    for left_over in paths.logs.glob("rank-*.error.json"):
+        left_over.unlink()
+    finish.print_before(config, prepared, environment, world.world_size)
+    return _Offer(str(paths.root), config_hash(config), str(step or ""), attempt, train=True)
+
+
+def _follow(config: RunConfig, store: Store) -> _Offer:
+    """The other ranks: take rank 0's decisions, if it read the same configuration."""
+    store.wait([OFFER], timedelta(days=1))  # the data may have to be prepared first
+    told = json.loads(store.get(OFFER))
+    if "exit_code" in told:
+        raise SystemExit(told["exit_code"])  # rank 0 has said why
+    offer = _Offer(**told)
+    if offer.config_hash != config_hash(config):
+        raise ConfigError(
+            "config", config_hash(config), "give every node the same command and the same version of the files",
+            f"rank 0 composed another configuration, {offer.config_hash}: the nodes' configurations differ",
+        )  # fmt: skip
+    return offer
+
+
+def _train(world: World, paths: RunPaths, store: Store, offer: _Offer, held: ExitStack) -> str:
+    """Train; an error ends this process after it was told, for the other ranks cannot be waited for."""
+    from mgpu_pipe.launch.worker import leave_error, train_in
+
+    usual = sys.stderr
+    config = load(paths.config)
+    with open_log(paths.rank_log(world.rank), world.rank, world.world_size, world.attempt) as log:
+        text_log = io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", write_through=True)
+        sys.stderr = cast(TextIO, LiveStream(text_log, os.dup(2)))
+        try:
+            result = train_in(world, config, paths, store, resume=Path(offer.resume) if offer.resume else None)
+        except BaseException as error:
+            if world.rank == 0:
+                message = f"{type(error).__name__}: {error}"
+                outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
+                finish.record_failure(config, paths, outcome, 0.0)
+            held.close()
+            leave_error(paths, error, world.rank)
+        finally:
+            sys.stderr = usual
+    return result.status
+
+
+def _this_launch() -> str:
+    """Names the torchrun (or other parent) that started this process; the same after a restart by it."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else process_identity(os.getppid())
+
+
+def _restarted_launch() -> str:
+    """The launch that torchrun restarted this process for; empty at its first start."""
+    return _this_launch() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else ""
+
+
+def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
+    """torch's variables of an srun task."""
+    first_port, ports = SLURM_PORTS
+    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(
+            tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
+        ),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or _master_address(environment),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(first_port + (job * 31 + step) % ports),
+    }
+
+
+def _master_address(environment: Mapping[str, str]) -> str:
+    """The first node's name, or, where that is a name of SLURM's only, the address srun was started at."""
+    host = first_host(environment["SLURM_STEP_NODELIST"])
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return environment.get("SLURM_LAUNCH_NODE_IPADDR", host)
+    return host
+
+
+def first_host(node_list: str) -> str:
+    """The first name of SLURM's compressed list: ``gpu[03-05,9],login`` gives ``gpu03``."""
+    head, bracket, rest = node_list.partition("[")
+    if not bracket or "," in head:
+        return node_list.partition(",")[0]
+    return head + re.split(r"[-,\]]", rest)[0]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's run-length form: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
+    found: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.partition("(x")
+        found += [int(count)] * int(times.rstrip(")") or 1)
+    return found

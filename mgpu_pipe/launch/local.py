@@ -1,0 +1,188 @@
+"""One run on this machine, from a checked configuration to its report."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import world_size
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
+from mgpu_pipe.launch import finish, run_folder
+from mgpu_pipe.launch.environment import describe_environment
+from mgpu_pipe.launch.lock import RunLock
+from mgpu_pipe.launch.preparing import showing_preparation
+from mgpu_pipe.launch.resume import check_resume, resume_step
+from mgpu_pipe.launch.run_folder import RunFolder
+from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
+from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.prepare import PreparedData
+
+WORKER = ("-m", "mgpu_pipe.launch.worker")
+LOOPBACK = Path("/sys/class/net/lo")
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, the command's exit code, the run's folder."""
+
+    status: str
+    exit_code: int
+    folder: Path
+
+
+def launch(config: RunConfig, overrides: Sequence[str], command: Sequence[str]) -> LaunchResult:
+    """Run ``config``, which :func:`mgpu_pipe.launch.preflight.preflight` has passed; in the main thread.
+
+    In a world that torchrun or srun started, this process becomes one of its ranks instead of starting any.
+
+    Args:
+        overrides: the job's overrides, for the record.
+        command: the command line, for the record.
+
+    Raises:
+        BadInputError: the run cannot start as asked; what this launch had written is taken back.
+    """
+    from mgpu_pipe.launch.join import existing_world, join
+
+    joined = existing_world(os.environ)
+    if joined:
+        return join(joined, config, overrides, command)
+    if config.trainer.num_nodes > 1:
+        raise ConfigError(
+            "trainer.num_nodes", config.trainer.num_nodes,
+            "start it on every node, by srun or torchrun", "this command starts workers on one machine only",
+        )  # fmt: skip
+    started = time.monotonic()
+    folder = run_folder.choose_folder(config)
+    with SignalInbox() as inbox:
+        try:
+            with RunLock(folder.paths.lock) as lock:
+                run_folder.check_unused(folder)
+                if run_folder.completed(folder, config):
+                    finish.say_complete(folder.paths)
+                    return LaunchResult("finished", EXIT_OK, folder.paths.root)
+                try:
+                    outcome = _run(config, folder, lock, inbox, overrides, command)
+                except BadInputError:
+                    folder.discard()
+                    raise
+                return _finish(config, folder.paths, outcome, time.monotonic() - started)
+        except StoppedBeforeTraining:
+            return _stopped_before_training(config, folder)
+
+
+def _run(
+    config: RunConfig,
+    folder: RunFolder,
+    lock: RunLock,
+    inbox: SignalInbox,
+    overrides: Sequence[str],
+    command: Sequence[str],
+) -> Outcome:
+    """Start the workers, which import while the data is prepared, let them train, and watch them to their end."""
+    paths, world = folder.paths, world_size(config)
+    threads = threads_per_worker(config, world)
+    step = resume_step(config, paths)
+    first = run_folder.next_attempt(paths)
+    live = os.dup(2)
+    plan = WorkerPlan(
+        argv=[sys.executable, *WORKER, str(paths.root)],
+        world_size=world,
+        paths=paths,
+        environment=worker_environment(threads),
+        live_fd=live,
+        inherited_fds=(lock.fd,),
+    )
+
+    def environment_of(attempt: int) -> Mapping[str, str]:
+        """Of a restart."""
+        run_folder.keep_attempt_config(paths, attempt)
+        return resume_environment(resume_step(config, paths))
+
+    group = WorkerGroup(plan.with_environment(resume_environment(step)), first)
+    try:
+        environment = describe_environment(command, threads, world)
+        prepared = prepare_data(config)
+        announce_resume(config, prepared, step)
+        run_folder.record_launch(paths, config, overrides, environment, prepared)
+        run_folder.keep_attempt_config(paths, first)
+        finish.print_before(config, prepared, environment)
+        return supervise(
+            plan,
+            inbox,
+            stop_timeout=config.launch.stop_timeout,
+            max_restarts=config.launch.max_restarts,
+            first_attempt=first,
+            started=group,
+            attempt_environment=environment_of,
+            lost=lock.lost,
+            on_stop=lock.stopping,
+        )
+    finally:
+        group.kill()
+        os.close(live)
+
+
+def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> LaunchResult:
+    if outcome.failure is not None:
+        print(outcome.failure.show(), file=sys.stderr, flush=True)
+    if outcome.message:
+        print(f"error: {outcome.message}", file=sys.stderr, flush=True)
+    if outcome.status == "failed":
+        finish.record_failure(config, paths, outcome, wall_s)
+    finish.conclude(config, paths, wall_s=wall_s, attempts=outcome.attempt)
+    return LaunchResult(outcome.status, outcome.exit_code, paths.root)
+
+
+def _stopped_before_training(config: RunConfig, folder: RunFolder) -> LaunchResult:
+    """Leave a run without a step, which ``checkpoint.resume=auto`` begins."""
+    if not folder.paths.config.exists():
+        freeze(config, folder.paths.config)
+    print("stopped before training began; there was nothing to save", file=sys.stderr)
+    print(f"run: {folder.paths.root}", flush=True)
+    return LaunchResult("stopped", EXIT_STOPPED, folder.paths.root)
+
+
+def prepare_data(config: RunConfig) -> PreparedData:
+    from mgpu_pipe.data.prepare import prepare
+
+    with showing_preparation(config.trainer.progress) as progress:
+        return prepare(config, progress)
+
+
+def announce_resume(config: RunConfig, prepared: PreparedData, step: Path | None) -> None:
+    """Say from where the run goes on, and what differs; refuse what may not."""
+    if step is not None:
+        for notice in check_resume(config, prepared, step):
+            print(f"note: {notice}", file=sys.stderr)
+        print(f"resuming from {step}", file=sys.stderr, flush=True)
+
+
+def threads_per_worker(config: RunConfig, workers: int) -> int:
+    """The one rule of threads: cores divided by the workers on this machine, at least one."""
+    asked = config.launch.threads_per_worker
+    return max(1, cpu_cores() // workers) if asked == "auto" else asked
+
+
+def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:
+    """What all workers of this machine get beside their ranks."""
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if one_host and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may lead nowhere
+    return environment
+
+
+def resume_environment(step: Path | None) -> dict[str, str]:
+    return {RESUME: "" if step is None else str(step)}

@@ -1,0 +1,227 @@
+"""The lock of a run's folder: one launcher at a time, on this host and on others.
+
+On one host ``flock`` decides: workers inherit the descriptor, so the lock lives as long as any of them. Where a
+network file system keeps flock to a host, or has none, a *lease* in the same file decides: the holder rewrites a
+beat in it every few seconds. A contender judges a lease only by whether it changes while the contender watches, on
+its own monotonic clock: no clock is compared with another's, so none can mislead by being wrong or being set back.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from mgpu_pipe.errors import RunFolderError
+
+BEAT_S = 4.0
+MISSED_BEATS = 5
+"""A lease that did not change for this many beats has no living holder."""
+WAIT_S = 30.0
+"""How long a launcher waits for the workers of one that died, or for one that is stopping."""
+LOOK_S = 0.1
+RECORD_BYTES = 512
+NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+Record = dict[str, object]
+
+
+class RunLock:
+    """Holds ``path`` while open; a context manager.
+
+    Args:
+        path: the lock file, in the run's folder.
+        beat_s: seconds between two beats of the lease.
+        wait_s: longest wait for a dying or stopping holder.
+        tell: shows a line to the user while waiting.
+
+    Raises:
+        RunFolderError: on entering, when a living launcher holds the folder, with its host and process.
+    """
+
+    def __init__(
+        self, path: Path, *, beat_s: float = BEAT_S, wait_s: float = WAIT_S, tell: Callable[[str], None] | None = None
+    ) -> None:
+        self.path, self._beat_s, self._wait_s = path, beat_s, wait_s
+        self._tell = tell or (lambda line: print(line, file=sys.stderr))
+        self._record: Record = {
+            "host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "boot": boot_id(),
+            "token": uuid.uuid4().hex, "state": "running", "beat": 0,
+        }  # fmt: skip
+        self._told = False
+        self._lost = ""
+        self._write_lock = threading.Lock()
+        self._released = threading.Event()
+        self.fd = -1
+
+    def __enter__(self) -> RunLock:
+        try:
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path.parent}: its lock file cannot be written ({error.strerror}); set run.dir or run.root to a "
+                "folder that you can write"
+            ) from error
+        try:
+            self._acquire()
+        except BaseException:
+            os.close(self.fd)
+            raise
+        threading.Thread(target=self._keep_beating, name="lease", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._released.set()
+        with self._write_lock:
+            if not self._lost:
+                os.ftruncate(self.fd, 0)
+            os.close(self.fd)
+
+    def stopping(self) -> None:
+        """Say in the lease that this run is saving and about to leave: another may wait for it."""
+        self._record["state"] = "stopping"
+        self._beat()
+
+    def lost(self) -> str:
+        """Why this run no longer holds its folder; empty while it does."""
+        return self._lost
+
+    def _acquire(self) -> None:
+        deadline = time.monotonic() + self._wait_s
+        self._wait_for_flock(deadline)
+        held = _read(self.path)
+        if held and held.get("boot") != self._record["boot"]:
+            self._outwait_lease(held)
+            self._write()
+            time.sleep(self._beat_s / 2)  # of two that took over at once, the later writer has it
+            now = _read(self.path)
+            if now.get("token") != self._record["token"]:
+                raise self._refusal(now)
+        self._write()
+
+    def _wait_for_flock(self, deadline: float) -> None:
+        while not self._try_flock():
+            held = _read(self.path)
+            if held.get("boot") == self._record["boot"]:
+                if _launcher_lives(held) and held.get("state") != "stopping":
+                    raise self._refusal(held)
+            elif held and held.get("state") != "stopping":
+                self._outwait_lease(held)
+            if time.monotonic() >= deadline:
+                raise self._refusal(held)
+            self._say(f"{self.path.parent}: waiting for the workers of {_who(held)} to end")
+            time.sleep(LOOK_S)
+
+    def _try_flock(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            held = _read(self.path)  # no flock on this file system: the lease decides on this host too
+            return not (held.get("boot") == self._record["boot"] and _launcher_lives(held))
+        return True
+
+    def _outwait_lease(self, held: Record) -> None:
+        """Return once the lease of another host proved dead, or was given back."""
+        dead_at = time.monotonic() + MISSED_BEATS * self._beat_s
+        while time.monotonic() < dead_at:
+            self._say(f"{self.path.parent}: watching whether {_who(held)} is still alive")
+            time.sleep(min(LOOK_S, self._beat_s / 4))
+            now = _read(self.path)
+            if not now:
+                return
+            if now != held and now.get("state") != "stopping":
+                raise self._refusal(now)
+            if now != held:
+                held, dead_at = now, time.monotonic() + MISSED_BEATS * self._beat_s
+
+    def _refusal(self, held: Record) -> RunFolderError:
+        return RunFolderError(
+            f"{self.path.parent}: in use by {_who(held)}; wait for that run, stop it, or choose another run.dir"
+        )
+
+    def _say(self, line: str) -> None:
+        if not self._told:
+            self._told = True
+            self._tell(line)
+
+    def _keep_beating(self) -> None:
+        while not self._released.wait(self._beat_s):
+            self._beat()
+
+    def _beat(self) -> None:
+        with self._write_lock:
+            if self._released.is_set() or self._lost:
+                return
+            try:
+                held = _read(self.path)
+                if held.get("token") == self._record["token"]:
+                    self._record["beat"] = int(str(self._record["beat"])) + 1
+                    self._write()
+                else:
+                    taken = f"{_who(held)} took its folder over" if held else "its lock file was removed"
+                    self._lost = f"{self.path.parent}: this run ends: {taken}"
+            except OSError as error:  # a full disk or an unreachable server: the next beat may pass
+                print(f"{self.path}: cannot renew the lock's lease: {error}", file=sys.stderr)
+
+    def _write(self) -> None:
+        text = json.dumps(self._record)
+        os.pwrite(self.fd, text.ljust(RECORD_BYTES).encode(), 0)  # in place: a rename hides from NFS caches
+        os.fsync(self.fd)
+
+
+def boot_id() -> str:
+    """Names this boot of this machine's kernel, which host names do not."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def process_identity(pid: int) -> str:
+    """Names a process for good: its number may be another's later, or on another machine."""
+    return f"{boot_id()}:{pid}:{_start_time(pid)}"
+
+
+def _read(path: Path) -> Record:
+    """The lease as it is now (opened anew: that is when NFS looks); empty if nobody holds it."""
+    try:
+        text = path.read_bytes().decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return {}
+    if not text:
+        return {}
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return {"host": "another host", "raw": text}  # caught between two writes; the next look shows it whole
+    return record if isinstance(record, dict) else {}
+
+
+def _who(held: Record) -> str:
+    return f"process {held.get('pid', '?')} on {held.get('host', 'another host')}"
+
+
+def _launcher_lives(held: Record) -> bool:
+    start = _start_time(int(str(held.get("pid", 0))))
+    return start != "" and start == held.get("start")
+
+
+def _start_time(pid: int) -> str:
+    """When ``pid`` was started, in clock ticks since boot; empty if it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]

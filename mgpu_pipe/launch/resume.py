@@ -1,0 +1,90 @@
+"""Where an attempt goes on from, and whether it may: decided once, by the launcher, before any worker starts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.checkpoint.integrity import read_state
+from mgpu_pipe.checkpoint.manifest import read_manifest
+from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
+from mgpu_pipe.config.freeze import load
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.prepare import PreparedData
+
+FIXED = ("seed", "model.type", "model.config", "data.source", "data.seq_len", "data.packing",
+         "data.global_batch_size", "objective.name")  # fmt: skip
+"""What decides the run's mathematics; the content of the data is compared by its digest besides."""
+TOLD = ("optimizer", "scheduler", "precision")
+"""What may differ with a notice."""
+
+
+def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
+    """The step folder that an attempt starts from: this run's newest valid one, else what was asked for, else none.
+
+    Raises:
+        CheckpointError: no usable checkpoint where one was named, or a damaged one under ``on_corruption=stop``.
+    """
+    checkpoint = config.checkpoint
+    own = newest_valid(paths.checkpoints, checkpoint.on_corruption, checkpoint.verify)
+    if own is not None:
+        return own.path
+    if checkpoint.resume in ("none", "auto"):
+        return None
+    return resolve_source(checkpoint.resume, checkpoint.on_corruption, checkpoint.verify).absolute()
+
+
+def check_resume(config: RunConfig, prepared: PreparedData, step: Path) -> list[str]:
+    """Compare this run with the one that saved ``step``.
+
+    Returns:
+        Notices of what differs and may.
+
+    Raises:
+        ConfigErrors: everything that differs and may not.
+    """
+    before = load(step / "config.yaml")
+    errors: list[BadInputError] = []
+    for key in FIXED:
+        new, old = _at(config, key), _at(before, key)
+        errors += [
+            ConfigError(name, now, f"use {then} to resume from it, or checkpoint.init_from for the weights alone",
+                        f"the checkpoint {step} was trained with {then}")
+            for name, now, then in _differences(key, new, old)
+        ]  # fmt: skip
+    if not errors and read_state(step, read_manifest(step), "off").get("data_digest") != prepared.digest:
+        changed = ", ".join(name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data)))
+        errors.append(
+            ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from",
+                        f"the data is not what it was trained on ({changed or 'the files or the tokenizer changed'})")
+        )  # fmt: skip
+    if errors:
+        raise ConfigErrors(errors)
+    return [
+        f"resuming with {name}={now} (was {then})"
+        for section in TOLD
+        for name, now, then in _differences(section, asdict(getattr(config, section)), asdict(getattr(before, section)))
+    ]
+
+
+def _at(config: RunConfig, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _differences(key: str, new: object, old: object) -> list[tuple[str, object, object]]:
+    """Leaves that differ: (key, new value, old value)."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return [
+            found
+            for name in sorted({*new, *old}, key=str)
+            for found in _differences(f"{key}.{name}", new.get(name), old.get(name))
+        ]
+    return [] if new == old else [(key, new, old)]
