@@ -117,6 +117,7 @@ class Progress:
         self._shown = self._step
         if self._bar is None:
             self._write_line(self._line())
+            self._val_loss = None  # a line tells it once; a bar keeps showing the last one
             now = time.monotonic()
             self._next = now + min(max(LINE_INTERVAL_S, (now - self._started) / 10), LONGEST_LINE_INTERVAL_S)
             return

@@ -59,6 +59,7 @@ def test_a_resume_counts_on_and_an_evaluation_shows_at_once() -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["501/1000", "505/1000", "510/1000"]
     assert "val 3.2500" in lines[1]
+    assert "val" not in lines[2]
     assert "val" not in lines[0]
 
 
