@@ -32,6 +32,8 @@ LABELS = {
     "gpus": "GPUs",
     "cpu": "CPU",
 }
+EPOCHS = ("started", "created")
+"""Seconds since 1970 in environment.json, which has the date in words besides."""
 MODEL_KEYS = ("name", "type", "path", "attn_implementation")
 DATA_KEYS = ("source", "paths", "tokenizer", "seq_len", "packing")
 
@@ -147,7 +149,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _block("Final metrics", _parts(view.summary.get("metrics"))),
         _block("Checkpoints", table=_checkpoint_table(view)),
         _block("Attempts", *_attempts(view)),
-        _block("Environment", _parts({key: value for key, value in view.environment.items() if key != "started"})),
+        _block("Environment", _parts({key: view.environment[key] for key in view.environment if key not in EPOCHS})),
     ]
     return [block for block in made if block["code"] or block["parts"] or block["table"]]
 
