@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
 
@@ -53,12 +54,12 @@ class CausalLMObjective(Objective):
         self._head = LossHead(head, chunk_tokens) if chunked else None
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        inputs = forward_kwargs(self.model, batch)
         if self._head is None:
-            return logits_cross_entropy(self.model(**inputs, use_cache=False).logits, batch["labels"])
+            return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
         self._head.labels = batch["labels"]
         try:
-            returned = self.model(**inputs, use_cache=False).logits
+            returned = self.model(**inputs).logits
         finally:
             self._head.labels = None
         loss, self._head.result = self._head.result, None

@@ -23,7 +23,7 @@ from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.topology import ParallelDims
 
-Materialise = Callable[[torch.nn.Module, torch.device], None]
+Materialise = Callable[[Any, torch.device], object]
 
 
 class NonFiniteStep(Exception):

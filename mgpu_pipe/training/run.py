@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -36,6 +36,9 @@ from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
 from mgpu_pipe.training.schedules import build_schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -182,7 +185,7 @@ def _device(config: RunConfig) -> torch.device:
 
 def _build_model(
     config: RunConfig, device: torch.device
-) -> tuple[torch.nn.Module, Callable[[torch.nn.Module, torch.device], None] | None]:
+) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     """The model, and what fills it where it is still on the meta device."""
     source = config.model
     if _starts_from_folder(config):
@@ -190,7 +193,7 @@ def _build_model(
     if source.path is not None:
         return load_pretrained(source, device), None
 
-    def fill(model: torch.nn.Module, device: torch.device) -> None:
+    def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)
 
     return build_meta(config.model), fill
@@ -216,7 +219,7 @@ def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
 
 
 def _utilisation(
-    model: torch.nn.Module, config: RunConfig, device: torch.device, precision: str, world_size: int
+    model: PreTrainedModel, config: RunConfig, device: torch.device, precision: Literal["fp32", "bf16"], world_size: int
 ) -> Callable[[float], float] | None:
     """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known."""
     if device.type != "cuda":
@@ -224,7 +227,7 @@ def _utilisation(
     peak = known_gpu_peak(torch.cuda.get_device_name(device), precision)
     if peak is None:
         return None
-    per_token = training_flops_per_token(model.config, config.data.seq_len)  # type: ignore[arg-type]
+    per_token = training_flops_per_token(model.config, config.data.seq_len)
     return lambda tokens_per_s: tokens_per_s * per_token / (peak * world_size)
 
 
