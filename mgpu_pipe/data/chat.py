@@ -8,7 +8,6 @@ defined: a template that asks for the date falls back to its own fixed one, and 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mgpu_pipe.data.files import json_row, missing_column
+from mgpu_pipe.data.files import check_unicode, json_row, missing_column
 from mgpu_pipe.errors import DataError
 
 Span = tuple[int, int]
@@ -31,7 +30,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 class _GenerationTag(Extension):
     """``{% generation %} ... {% endgeneration %}``: a template's own mark of what the assistant says."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -105,6 +104,7 @@ class ChatTemplate:
             full = self.render(messages, tools)
         except (TemplateError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"{origin}: the chat template refuses these messages: {error}") from error
+        check_unicode(full, origin)
         if self._marks_generation:
             return _marked_spans(full)
         spans = [
@@ -124,7 +124,7 @@ class ChatTemplate:
             return None
         if not (full.startswith(after) and after.startswith(plain)):
             return None
-        start = len(os.path.commonprefix([before, after]))
+        start = _common_prefix(before, after)
         return (start, len(after)) if len(plain) <= start < len(after) else None
 
     def _content(self, full: str, messages: list[dict[str, Any]], tools: object, index: int, origin: str) -> Span:
@@ -137,13 +137,19 @@ class ChatTemplate:
             raise DataError(f"{origin}: the chat template refuses these messages: {error}") from error
         if changed.count(_OPEN) != 1:
             raise DataError(f"{origin}: the chat template does not render the content of message {index + 1} once")
-        start = len(os.path.commonprefix([full, changed]))
+        start = _common_prefix(full, changed)
         tail = changed[changed.index(_OPEN) + 1 :]
         if not full.endswith(tail):
             raise DataError(f"{origin}: the chat template renders message {index + 1} in a way that hides its end")
         end = max(start, len(full) - len(tail))
         stop = next((token for token in self.stop_tokens if token and full.startswith(token, end)), "")
         return start, len(full) if index == len(messages) - 1 else end + len(stop)
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """How many characters two strings share at their beginning."""
+    shorter = min(len(one), len(other))
+    return next((index for index in range(shorter) if one[index] != other[index]), shorter)
 
 
 def _marked_spans(marked: str) -> tuple[str, list[Span]]:

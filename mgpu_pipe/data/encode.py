@@ -34,6 +34,13 @@ _BATCHES_IN_FLIGHT = 4
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The narrower of uint16 and uint32 that holds every token id below ``vocab_size``."""
+    if vocab_size <= 1 << 16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint32)
+
+
 class EncodedBatch(NamedTuple):
     """Tokens of consecutive documents, each ended by the end-of-sequence token."""
 
@@ -54,17 +61,13 @@ class EncoderSpec:
 
     tokenizer_file: str
     eos_token_id: int
-    token_bytes: int
-    """2 or 4: width of a stored token."""
+    dtype: np.dtype[np.unsignedinteger]
+    """Of a stored token."""
     chat_template: str | None = None
     """Makes the documents conversations: JSON lines with a column of messages."""
     messages_column: str = "messages"
     special_tokens: dict[str, str] = field(default_factory=dict)
     stop_tokens: tuple[str, ...] = ()
-
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger]:
-        return np.dtype(np.uint16 if self.token_bytes == 2 else np.uint32)
 
     def template(self) -> ChatTemplate | None:
         if self.chat_template is None:

@@ -98,6 +98,20 @@ def decode(raw: bytes, where: str, offset: int = 0) -> str:
         ) from error
 
 
+def check_unicode(text: str, origin: str) -> None:
+    """Refuse a string that no file could hold: JSON can spell half of a surrogate pair.
+
+    Raises:
+        DataError: names ``origin``.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{origin}: holds half of a surrogate pair (U+{ord(text[error.start]):04X}), which is not text"
+        ) from error
+
+
 def read_lines(path: Path) -> Iterator[tuple[str, str, int]]:
     """The lines of a text file that are not blank: ``(line, "file:number", size in bytes)``."""
     check_readable(path)

@@ -8,6 +8,7 @@ counts: no process talks to another.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from math import ceil
 from typing import Protocol, TypeVar, overload
 
 import numpy as np
@@ -95,7 +96,7 @@ class EvaluationWindows(Sequence[StepWindow]):
         self._dataset, self._samples, self._plan, self._rank = dataset, samples, plan, data_parallel_rank
 
     def __len__(self) -> int:
-        return -(-len(self._samples) // self._plan.global_batch_size)
+        return ceil(len(self._samples) / self._plan.global_batch_size)
 
     @overload
     def __getitem__(self, number: int) -> StepWindow: ...

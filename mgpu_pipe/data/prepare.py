@@ -25,7 +25,7 @@ from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import packing, unigram
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.encode import encode_all
+from mgpu_pipe.data.encode import encode_all, token_dtype
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.sources import Source, open_source, validation_source_config
 from mgpu_pipe.data.split import held_out
@@ -145,6 +145,7 @@ def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedData
     data = config.data
     held_config = validation_source_config(config) if data.validation_paths else None
     source = None if data.source == "synthetic" else open_source(config, cache, progress)
+    held_source = open_source(held_config, cache, progress, "data.validation_paths") if held_config else None
     tokenizer = resolve_tokenizer(config, source, cache, progress)
     folder = _tokenise(config, source, tokenizer, cache, progress)
     train = _pack(config, folder, "train", 0.0 if held_config else data.validation_fraction, tokenizer, progress)
@@ -153,7 +154,7 @@ def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedData
                         f"documents give no token to learn; add documents, or lower data.validation_fraction")
     validation: SplitFiles | None = None
     if held_config is not None:
-        held_folder = _tokenise(held_config, open_source(held_config, cache, progress), tokenizer, cache, progress)
+        held_folder = _tokenise(held_config, held_source, tokenizer, cache, progress)
         validation = _pack(config, held_folder, "validation", 1.0, tokenizer, progress)
     elif data.validation_fraction > 0:
         validation = _pack(config, folder, "validation", data.validation_fraction, tokenizer, progress)
@@ -209,7 +210,7 @@ def _draw(config: RunConfig, tokenizer: TokenizerInfo, cache: Path, progress: Pr
     shape = config.data.synthetic
     identity = {"source": ["synthetic", asdict(shape), config.seed], "tokenizer": tokenizer.digest, "format": _FORMAT}
     folder = cache / "tokens" / digest_of(identity)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = token_dtype(tokenizer.vocab_size)
     drawn = synthetic_batches(shape, config.seed, tokenizer.vocab_size, tokenizer.eos_token_id, dtype)
     build_once(folder, lambda out: write_tokens(
         out, drawn, {"name": "synthetic", **identity}, shape.num_documents, progress

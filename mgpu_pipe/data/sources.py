@@ -170,8 +170,10 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
         raise files.missing_column(origin, key, column, list(row))
 
 
-def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress) -> Source:
-    """The source that ``config.data`` names, its content hashed.
+def open_source(
+    config: RunConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths"
+) -> Source:
+    """The source that ``config.data`` names, its content hashed; ``key`` is where its paths come from.
 
     Raises:
         ConfigError: an unknown source, or paths that match nothing.
@@ -181,7 +183,7 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
     if data.source == "stdlib_text":
         return _file_source(data, files.stdlib_files(), cache, progress)
     if data.source in FILE_SOURCES:
-        return _file_source(data, files.expand_paths(data.paths, "data.paths"), cache, progress)
+        return _file_source(data, files.expand_paths(data.paths, key), cache, progress)
     points = _plug_ins()
     if data.source not in points:
         raise _unknown(data.source)
@@ -226,6 +228,7 @@ def _jsonl(path: Path, column: str) -> Iterator[Document]:
         text = row[column]
         if not isinstance(text, str):
             raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string")
+        files.check_unicode(text, origin)
         yield Document(text, origin, size)
 
 
@@ -236,7 +239,9 @@ def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]
         for number, text in enumerate(load(config)):
             if not isinstance(text, str):
                 raise DataError(f"data.source={name}: document {number} is {type(text).__name__}, not str")
-            yield Document(text, f"{name} document {number}", 1)
+            origin = f"data.source={name}: document {number}"
+            files.check_unicode(text, origin)
+            yield Document(text, origin, 1)
 
     fingerprint = getattr(load, "fingerprint", None)
     if fingerprint is not None:

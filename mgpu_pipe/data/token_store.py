@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.encode import EncodedBatch
+from mgpu_pipe.errors import DataError
 
 _TOKENS, _MASK = "tokens.bin", "loss_mask.bin"
 _OFFSETS, _HASHES = "offsets.npy", "document_hashes.npy"
@@ -67,7 +68,11 @@ def write_tokens(
     Memory holds one batch, and 16 bytes a document.
 
     Args:
+        meta: the manifest's further entries, ``name`` (the source's) among them.
         total: of the batches' ``size``, for the progress; 0 if unknown.
+
+    Raises:
+        DataError: there is no document.
     """
     lengths: list[NDArray[np.int64]] = []
     hashes: list[NDArray[np.uint64]] = []
@@ -82,11 +87,13 @@ def write_tokens(
             hashes.append(batch.hashes)
             done += batch.size
             progress("tokenise", done, total)
+    if not lengths:
+        raise DataError(f"data.source={meta['name']}: gives no documents")
     masked = (folder / _MASK).stat().st_size > 0
     if not masked:
         (folder / _MASK).unlink()
     offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
     save_array(folder / _OFFSETS, offsets)
-    save_array(folder / _HASHES, np.concatenate([np.zeros(0, np.uint64), *hashes]))
+    save_array(folder / _HASHES, np.concatenate(hashes))
     return {**meta, "documents": len(offsets) - 1, "tokens": int(offsets[-1]),
             "learned_tokens": learned if masked else int(offsets[-1])}

@@ -1,13 +1,12 @@
 """The run's tokenizer: the user's, the model folder's, or one trained on the training documents.
 
-Whatever it comes from, it ends up as a folder in the cache, named by content, that ``transformers.AutoTokenizer`` loads.
-Only the ``tokenizers`` library is used; ``tokenizer.json`` is the truth.
+Whatever it comes from, it ends up as a folder in the cache, named by content, that ``transformers.AutoTokenizer``
+loads. Only the ``tokenizers`` library is used; ``tokenizer.json`` is the truth.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,19 +16,24 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data import tokenizer_train
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
-from mgpu_pipe.data.encode import EncoderSpec
+from mgpu_pipe.data.encode import EncoderSpec, token_dtype
 from mgpu_pipe.data.sources import Source
+from mgpu_pipe.data.tokenizer_folder import (
+    CONFIG,
+    FILES,
+    TEMPLATE,
+    TOKENIZER,
+    chat_template,
+    json_file,
+    special_tokens,
+    stop_tokens,
+)
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BPE_VERSION = 1
-_LARGEST_UINT16_VOCABULARY = 1 << 16
-_FILE, _CONFIG, _SPECIAL, _TEMPLATE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-)
-_COPIED = (_FILE, _CONFIG, _SPECIAL, _TEMPLATE, "chat_template.json", "added_tokens.json", "vocab.json", "merges.txt")
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
 
 
@@ -51,7 +55,7 @@ def model_vocab_size(model: ModelConfig) -> int | None:
     if configured is None and model.path:
         file = Path(model.path).expanduser() / "config.json"
         if file.is_file():
-            settings = _json_file(file, ModelFolderError)
+            settings = json_file(file)
             nested = settings.get("text_config")
             configured = settings.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     if configured is None:
@@ -75,7 +79,7 @@ def check_tokenizer(config: RunConfig) -> None:
         tokenizer = _load(config, file)
         _check_fits(config, _vocab_size(tokenizer))
         _end_of_sequence(config, file.parent, tokenizer)
-    if config.data.source == "chat_jsonl" and template is None and (file is None or not _chat_template(file.parent)):
+    if config.data.source == "chat_jsonl" and template is None and (file is None or not chat_template(file.parent)):
         raise _no_template(config)
 
 
@@ -112,17 +116,17 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
     """
     template = None
     if source.kind == "chat":
-        template = _chat_template(info.folder)
+        template = chat_template(info.folder)
         if template is None:
             raise _no_template(config)
     return EncoderSpec(
-        tokenizer_file=str(info.folder / _FILE),
+        tokenizer_file=str(info.folder / TOKENIZER),
         eos_token_id=info.eos_token_id,
-        token_bytes=2 if info.vocab_size <= _LARGEST_UINT16_VOCABULARY else 4,
+        dtype=token_dtype(info.vocab_size),
         chat_template=template,
         messages_column=config.data.messages_column,
-        special_tokens=_special_tokens(info.folder),
-        stop_tokens=_stop_tokens(info.folder),
+        special_tokens=special_tokens(info.folder),
+        stop_tokens=stop_tokens(info.folder),
     )
 
 
@@ -131,20 +135,20 @@ def _existing_file(config: RunConfig) -> Path | None:
     chosen = config.data.tokenizer
     if chosen != "auto":
         path = Path(chosen).expanduser()
-        file = path / _FILE if path.is_dir() else path
+        file = path / TOKENIZER if path.is_dir() else path
         if not file.is_file():
-            reason = f"the folder has no {_FILE}" if path.is_dir() else "no such file or folder"
-            raise ConfigError("data.tokenizer", chosen, f"give a folder with a {_FILE}, such a file, or auto", reason)
+            reason = f"the folder has no {TOKENIZER}" if path.is_dir() else "no such file or folder"
+            raise ConfigError("data.tokenizer", chosen, f"give a folder with a {TOKENIZER}, or auto", reason)
         return file
     if not config.model.path:
         return None
-    file = Path(config.model.path).expanduser() / _FILE
+    file = Path(config.model.path).expanduser() / TOKENIZER
     if file.is_file():
         return file
     if config.data.source == "synthetic":
         return None
     raise ModelFolderError(
-        f"model.path={config.model.path}: the folder has no {_FILE}; set data.tokenizer to the model's tokenizer"
+        f"model.path={config.model.path}: the folder has no {TOKENIZER}; set data.tokenizer to the model's tokenizer"
     )
 
 
@@ -182,13 +186,13 @@ def _check_fits(config: RunConfig, size: int) -> None:
 
 def _end_of_sequence(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> tuple[str, int]:
     """The token that ends a document: as the folder says, else one of the usual names."""
-    named = _special_tokens(folder).get("eos_token")
+    named = special_tokens(folder).get("eos_token")
     for name in (named,) if named else _USUAL_ENDS:
         token_id = tokenizer.token_to_id(name)
         if token_id is not None:
             return name, token_id
     reason = f"its eos_token {named} is not in its vocabulary" if named else "it names no eos_token"
-    raise ConfigError("data.tokenizer", config.data.tokenizer, f"set eos_token in its {_CONFIG}", reason)
+    raise ConfigError("data.tokenizer", config.data.tokenizer, f"set eos_token in its {CONFIG}", reason)
 
 
 def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerInfo:
@@ -199,9 +203,9 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
         build(out)
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(out / _FILE))
+        tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
         content = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.iterdir())}
-        eos = tokenizer.token_to_id(_special_tokens(out)["eos_token"])
+        eos = tokenizer.token_to_id(special_tokens(out)["eos_token"])
         return {"digest": digest_of(content), "vocab_size": _vocab_size(tokenizer), "eos_token_id": eos}
 
     manifest = build_once(folder, make)
@@ -210,22 +214,22 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
 
 def _imported(config: RunConfig, file: Path, template: str | None, cache: Path) -> TokenizerInfo:
     """A copy of the tokenizer in ``file``'s folder, completed so that it loads by itself."""
-    source = {name: file.parent / name for name in _COPIED if (file.parent / name).is_file()}
-    source[_FILE] = file
+    source = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
+    source[TOKENIZER] = file
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(source.items())}
 
     def copy(out: Path) -> None:
         name, _ = _end_of_sequence(config, file.parent, _load(config, file))
         for target, path in source.items():
             shutil.copyfile(path, out / target)
-        settings = _json_file(out / _CONFIG) if _CONFIG in source else {}
+        settings = json_file(out / CONFIG) if CONFIG in source else {}
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         settings.setdefault("eos_token", name)
         if template is not None:
             settings.pop("chat_template", None)
             (out / "chat_template.json").unlink(missing_ok=True)
-            (out / _TEMPLATE).write_text(template, encoding="utf-8")
-        write_json(out / _CONFIG, settings)
+            (out / TEMPLATE).write_text(template, encoding="utf-8")
+        write_json(out / CONFIG, settings)
 
     return _built(cache, digest_of("imported", hashes, template), copy)
 
@@ -253,7 +257,7 @@ def _trained(
         texts = tokenizer_train.training_texts(pairs(), pairs(), fraction, progress)
         tokenizer_train.train_bpe(texts, size, out)
         if template is not None:
-            (out / _TEMPLATE).write_text(template, encoding="utf-8")
+            (out / TEMPLATE).write_text(template, encoding="utf-8")
 
     return _built(cache, digest_of("bpe", _BPE_VERSION, source.identity, fraction, size, template), train)
 
@@ -295,46 +299,3 @@ def _template_override(config: RunConfig) -> str | None:
         raise ConfigError("data.chat_template", chosen, "correct the template",
                           f"line {error.lineno}: {error.message}") from error
     return text
-
-
-def _chat_template(folder: Path) -> str | None:
-    """The chat template of a tokenizer folder, in any of the three places where transformers keeps it."""
-    if (folder / _TEMPLATE).is_file():
-        return (folder / _TEMPLATE).read_text(encoding="utf-8")
-    for name in ("chat_template.json", _CONFIG):
-        if (folder / name).is_file():
-            found = _json_file(folder / name).get("chat_template")
-            if isinstance(found, list):
-                found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
-            if isinstance(found, str):
-                return found
-    return None
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and the like, as a tokenizer folder names them."""
-    found: dict[str, str] = {}
-    for name in (_SPECIAL, _CONFIG):
-        settings = _json_file(folder / name) if (folder / name).is_file() else {}
-        for key, value in settings.items():
-            if isinstance(value, dict):
-                value = value.get("content")
-            if key.endswith("_token") and isinstance(value, str):
-                found[key] = value
-    return found
-
-
-def _stop_tokens(folder: Path) -> tuple[str, ...]:
-    added = _json_file(folder / _FILE).get("added_tokens") or []
-    return tuple(entry["content"] for entry in added if entry.get("special"))
-
-
-def _json_file(path: Path, error_class: type[BadInputError] | None = None) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        message = f"{path}: is not readable JSON: {error}"
-        raise (error_class or ModelFolderError)(message) from error
-    if not isinstance(value, dict):
-        raise (error_class or ModelFolderError)(f"{path}: is not a JSON object")
-    return value

@@ -1,0 +1,65 @@
+"""What a Hugging Face tokenizer folder says besides its ``tokenizer.json``: special tokens and the chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.errors import ModelFolderError
+
+TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+)
+FILES = (
+    TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE, "chat_template.json", "added_tokens.json", "vocab.json", "merges.txt",
+)
+"""Files that belong to a tokenizer; the last three are what older ones were kept in."""
+
+
+def chat_template(folder: Path) -> str | None:
+    """The chat template of a tokenizer folder, in any of the three places where transformers keeps it."""
+    if (folder / TEMPLATE).is_file():
+        return (folder / TEMPLATE).read_text(encoding="utf-8")
+    for name in ("chat_template.json", CONFIG):
+        if (folder / name).is_file():
+            found = json_file(folder / name).get("chat_template")
+            if isinstance(found, list):
+                found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+            if isinstance(found, str):
+                return found
+    return None
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """``bos_token``, ``eos_token`` and the like, as a tokenizer folder names them."""
+    found: dict[str, str] = {}
+    for name in (SPECIAL_TOKENS, CONFIG):
+        settings = json_file(folder / name) if (folder / name).is_file() else {}
+        for key, value in settings.items():
+            if isinstance(value, dict):
+                value = value.get("content")
+            if key.endswith("_token") and isinstance(value, str):
+                found[key] = value
+    return found
+
+
+def stop_tokens(folder: Path) -> tuple[str, ...]:
+    """The texts of the special tokens, any of which may end a turn."""
+    added = json_file(folder / TOKENIZER).get("added_tokens") or []
+    return tuple(entry["content"] for entry in added if entry.get("special"))
+
+
+def json_file(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        ModelFolderError: it cannot be read, or is something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{path}: is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFolderError(f"{path}: is not a JSON object")
+    return value

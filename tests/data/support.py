@@ -1,0 +1,47 @@
+"""Small real data for the data tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from mgpu_pipe.config.schema import RunConfig
+
+WORDS = ["the", "a", "cat", "dog", "runs", "over", "blue", "red", "house", "garden", "and", "then", "slowly", "sees"]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def config(tmp_path: Path, **data: object) -> RunConfig:
+    """A run's configuration with its cache in ``tmp_path`` and a vocabulary of 300."""
+    run = RunConfig()
+    run.model.config = {"vocab_size": 300}
+    run.data.cache_dir = str(tmp_path / "cache")
+    run.data.tokenize_workers = 1
+    run.data.seq_len = 32
+    for name, value in data.items():
+        assert hasattr(run.data, name)
+        setattr(run.data, name, value)
+    return run
+
+
+def sentences(seed: int, number: int) -> str:
+    drawn = random.Random(seed)
+    return " ".join(drawn.choice(WORDS) for _ in range(number)) + ".\n"
+
+
+def text_files(tmp_path: Path, number: int = 20) -> RunConfig:
+    """A configuration over ``number`` text files of 1 to 200 words in two folders."""
+    for index in range(number):
+        folder = tmp_path / "corpus" / f"part{index % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{index:03}.txt").write_text(sentences(index, 1 + 37 * index % 200), encoding="utf-8")
+    return config(tmp_path, source="text_files", paths=[str(tmp_path / "corpus" / "**" / "*.txt")])
+
+
+def write_jsonl(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -1,0 +1,291 @@
+"""Preparation: cached, rebuilt when stale or damaged, done once by many processes, and free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mgpu_pipe.data import encode
+from mgpu_pipe.data.dataset import PackedDataset
+from mgpu_pipe.data.encode import encode_all
+from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.data.sources import open_source
+from mgpu_pipe.data.token_store import TokenStore
+from mgpu_pipe.data.tokenizer import encoder_spec, resolve_tokenizer
+from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.errors import ConfigError, DataError
+from tests.data.support import config, sentences, text_files
+
+ROOT = Path(__file__).parents[2]
+
+
+def _stages(run: object) -> tuple[PreparedData, set[str]]:
+    stages: list[tuple[str, int, int]] = []
+    prepared = prepare(run, lambda *told: stages.append(told))  # type: ignore[arg-type]
+    for _, done, total in stages:
+        assert 0 <= done <= total
+    return prepared, {stage for stage, *_ in stages} - {"hash"}
+
+
+def test_the_second_preparation_finds_everything(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    first, stages = _stages(run)
+    assert stages == {"train tokenizer", "tokenise", "pack"}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    second, stages = _stages(run)
+    assert (second, stages) == (first, set())
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    unchanged = {path for path in before if "fingerprints" not in path.parts}
+    assert {path: before[path] for path in unchanged} == {path: after[path] for path in unchanged}
+
+
+def test_prepared_data_survives_json(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    for fraction in (0.05, 0.0):
+        run.data.validation_fraction = fraction
+        prepared = prepare(run)
+        assert PreparedData.from_dict(json.loads(json.dumps(prepared.as_dict()))) == prepared
+
+
+def test_what_changes_the_data_changes_its_digest_and_nothing_else_does(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run).digest
+    for same in ({"cache_dir": str(tmp_path / "other cache")}, {"global_batch_size": 4}, {"micro_batch_size": 2},
+                 {"validation_max_samples": 1}, {"num_workers": 1}):
+        assert prepare(replace(run, data=replace(run.data, **same))).digest == first, same
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    run.data.paths = [str(tmp_path / "moved" / "**" / "*.txt")]
+    assert prepare(run).digest == first
+    assert prepare(replace(run, seed=5)).digest == first
+    digests = [first]
+    for other in ({"seq_len": 16}, {"packing": "none"}, {"validation_fraction": 0.2}):
+        digests.append(prepare(replace(run, data=replace(run.data, **other))).digest)
+    (tmp_path / "moved" / "part0" / "000.txt").write_text("something else", encoding="utf-8")
+    digests.append(prepare(run).digest)
+    assert len(set(digests)) == len(digests)
+
+
+def test_stale_tokens_are_not_taken_after_a_file_changed(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    path = tmp_path / "corpus" / "part1" / "019.txt"
+    path.write_text(path.read_text().replace("the", "tha"), encoding="utf-8")
+    second, stages = _stages(run)
+    assert second.folder != first.folder
+    assert "tokenise" in stages
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "manifest.json"])
+@pytest.mark.parametrize("damage", ["short", "missing"])
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    assert first.validation is not None
+    tokens = TokenStore.open(first.folder).tokens.tolist()
+    packs = np.load(first.train.packs / "start.npy").tolist()
+    for folder in (first.folder, first.train.packs):
+        path = folder / (name if (folder / name).exists() else "start.npy")
+        if damage == "missing":
+            path.unlink()
+        else:
+            os.truncate(path, path.stat().st_size - 1)
+    second, stages = _stages(run)
+    assert (second, stages) == (first, {"tokenise", "pack"})
+    assert TokenStore.open(second.folder).tokens.tolist() == tokens
+    assert np.load(second.train.packs / "start.npy").tolist() == packs
+
+
+def test_a_broken_tokenizer_in_the_cache_is_made_again(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    content = (first.tokenizer_folder / "tokenizer.json").read_bytes()
+    (first.tokenizer_folder / "tokenizer.json").write_bytes(content[:100])
+    assert prepare(run) == first
+    assert (first.tokenizer_folder / "tokenizer.json").read_bytes() == content
+
+
+def test_a_failed_preparation_leaves_nothing_that_is_taken_for_data(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    run.data.tokenizer = str(prepare(run).tokenizer_folder)
+    bad = tmp_path / "corpus" / "part1" / "zzz.txt"
+    bad.write_bytes(b"fine at first\xff")
+    run.data.cache_dir = str(tmp_path / "other cache")
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepare(run)
+    assert not [path for path in (tmp_path / "other cache" / "tokens").iterdir() if path.suffix != ".lock"]
+
+
+RACE = """
+import json, sys
+from pathlib import Path
+from mgpu_pipe.data.prepare import prepare
+from tests.data.support import config
+run = config(Path(sys.argv[1]), source="text_files", paths=[sys.argv[1] + "/corpus/**/*.txt"])
+print("ready", flush=True)
+sys.stdin.readline()
+finished = []
+prepared = prepare(run, lambda stage, done, total: done == total and finished.append(stage))
+assert not {"torch", "transformers", "pytorch_lightning"} & set(sys.modules), "torch was imported"
+print(json.dumps({"prepared": prepared.as_dict(), "finished": finished}))
+"""
+
+
+def test_processes_that_prepare_at_once_do_the_work_once_and_without_torch(tmp_path: Path) -> None:
+    run = text_files(tmp_path, 40)
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], cwd=ROOT, text=True,
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    found = []
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        found.append(json.loads(out))
+    finished = Counter(stage for one in found for stage in one["finished"] if stage != "hash")
+    # Two packings: the training and the held-out samples.
+    assert finished == {"train tokenizer": 1, "tokenise": 1, "pack": 2}
+    assert all(one["prepared"] == found[0]["prepared"] for one in found)
+    assert PreparedData.from_dict(found[0]["prepared"]) == prepare(run)
+
+
+def _long_corpus(tmp_path: Path) -> None:
+    """Sixteen files, each about as long as a batch of the encoder."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(16):
+        (tmp_path / "corpus" / f"{number:02}.txt").write_text(sentences(number, 40_000), encoding="utf-8")
+
+
+def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_POOL_FROM_CHARACTERS", 1 << 19)
+    _long_corpus(tmp_path)
+    run = config(tmp_path, source="text_files", paths=[str(tmp_path / "corpus" / "*.txt")], validation_fraction=0.0)
+    source = open_source(run, tmp_path / "cache")
+    spec = encoder_spec(run, resolve_tokenizer(run, source, tmp_path / "cache"), source)
+    one, two = (list(encode_all(spec, source.documents(), workers)) for workers in (1, 2))
+    for name in ("tokens", "lengths", "hashes"):
+        joined = [np.concatenate([getattr(batch, name) for batch in batches]).tolist() for batches in (one, two)]
+        assert joined[0] == joined[1]
+    assert sum(batch.size for batch in two) == source.size
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from mgpu_pipe.data import encode
+encode._POOL_FROM_CHARACTERS = 1 << 19
+from mgpu_pipe.data.prepare import prepare
+from tests.data.support import config
+run = config(Path(sys.argv[1]), source="text_files", paths=[sys.argv[1] + "/corpus/*.txt"], tokenize_workers=2,
+             tokenizer=sys.argv[2])
+def told(stage, done, total):
+    if stage == "tokenise":
+        print(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(), flush=True)
+        sys.stdin.readline()
+prepare(run, told)
+"""
+
+
+def _alive(process_id: str) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_tokenising_processes_die_with_a_killed_parent(tmp_path: Path) -> None:
+    tokenizer = prepare(text_files(tmp_path / "small")).tokenizer_folder
+    _long_corpus(tmp_path)
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(tokenizer)], cwd=ROOT, text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    children = parent.stdout.readline().split()
+    assert len([child for child in children if _alive(child)]) >= 2
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(map(_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [child for child in children if _alive(child)]
+
+
+def test_the_held_out_documents_do_not_depend_on_the_seed(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    first, second = prepare(run), prepare(replace(run, seed=run.seed + 1))
+    assert first == second
+    assert first.validation is not None
+    assert first.validation.documents == 1
+    assert first.train.documents == 19
+
+
+def test_held_out_paths_are_all_of_the_held_out_documents(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    (tmp_path / "held.txt").write_text(sentences(99, 300), encoding="utf-8")
+    run.data.validation_paths = [str(tmp_path / "*.txt")]
+    prepared = prepare(run)
+    assert prepared.validation is not None
+    assert (prepared.train.documents, prepared.validation.documents, prepared.num_documents) == (20, 1, 21)
+    assert prepared.validation.tokens != prepared.train.tokens
+
+
+def test_unigram_perplexity_is_that_of_a_plain_count(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    run.data.validation_fraction, run.data.validation_max_samples = 0.3, 3
+    prepared = prepare(run)
+    labels = {}
+    for split in ("train", "validation"):
+        dataset = PackedDataset.open(prepared, split)
+        chosen = np.arange(len(dataset)) if split == "train" else prepared.evaluated_samples()
+        labels[split] = [n for n in dataset.batch(chosen)["labels"].flatten().tolist() if n != IGNORE_INDEX]
+    counts = Counter(labels["train"])
+    surprise = [-log((counts[n] + 1) / (len(labels["train"]) + prepared.vocab_size)) for n in labels["validation"]]
+    assert prepared.unigram_perplexity == pytest.approx(exp(sum(surprise) / len(surprise)), rel=1e-12)
+    assert prepared.train_tokens == len(labels["train"])
+    assert prepared.validation_tokens == len(labels["validation"])
+
+
+def test_data_with_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    run.data.tokenizer = str(prepare(run).tokenizer_folder)
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="there is nothing to train on: 1 training documents give no token"):
+        prepare(config(tmp_path, source="jsonl", paths=[str(tmp_path / "empty.jsonl")], tokenizer=run.data.tokenizer))
+
+
+def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    for place in ("file", "file/below"):
+        run.data.cache_dir = str(tmp_path / place)
+        with pytest.raises(ConfigError, match=r"data\.cache_dir=.*: the cache cannot be written"):
+            prepare(run)
+
+
+def test_abandoned_work_is_cleared_away(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    name = prepare(run).folder.name
+    tokens = tmp_path / "cache" / "tokens"
+    (tokens / name / "manifest.json").unlink()
+    (tokens / f"{name}.partial-1").mkdir()
+    (tokens / f"{name}.partial-1" / "tokens.bin").write_bytes(b"half")
+    prepare(run)
+    assert not list(tokens.glob("*.partial-*"))

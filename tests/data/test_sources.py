@@ -1,0 +1,210 @@
+"""Sources: what they read, and what they refuse in one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.files import file_hashes
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.sources import check_sources, open_source, source_names
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from tests.data.support import config, text_files, write_jsonl
+
+
+def _texts(run: RunConfig, tmp_path: Path) -> list[str]:
+    return [document.text for document in open_source(run, tmp_path / "cache").documents()]
+
+
+def _refusal(run: RunConfig, match: str, also_by_preflight: bool = True) -> None:
+    """Both the preparation and the preflight refuse in one line without leaving tokens behind."""
+    with pytest.raises(BadInputError, match=match) as refused:
+        prepare(run)
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == 2
+    assert not list(Path(run.data.cache_dir or "").glob("tokens/*/manifest.json"))
+    if also_by_preflight:
+        with pytest.raises(ConfigErrors, match=match):
+            check_sources(run)
+    else:
+        check_sources(run)
+
+
+def test_text_files_are_documents_in_sorted_order_each_once(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/1.txt", "a/3.txt", "a/skip.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(f"{name}\r\n\u00e9".encode())
+    run = config(tmp_path, source="text_files",
+                 paths=[str(tmp_path / "b" / "2.txt"), str(tmp_path / "**" / "*.txt")])
+    check_sources(run)
+    assert _texts(run, tmp_path) == [f"{name}\r\n\u00e9" for name in ("b/2.txt", "a/3.txt", "b/1.txt")]
+
+
+def test_the_library_of_python_is_text_without_its_tests(tmp_path: Path) -> None:
+    run = config(tmp_path, source="stdlib_text")
+    check_sources(run)
+    origins = [document.origin for document in open_source(run, tmp_path / "cache").documents()]
+    root = sysconfig.get_path("stdlib")
+    relative = [os.path.relpath(origin, root) for origin in origins]
+    assert relative == sorted(relative)
+    assert {"json/decoder.py", "argparse.py", "pydoc_data/topics.py"} <= set(relative)
+    parts = {part for name in relative for part in Path(name).parts[:-1]}
+    assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    assert len(relative) > 300
+
+
+def test_jsonl_and_parquet_read_the_named_column(tmp_path: Path) -> None:
+    texts = ["first", "", "third \u00fc\nline"]
+    write_jsonl(tmp_path / "a.jsonl", [{"body": text, "id": 1} for text in texts])
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "body": texts}), tmp_path / "a.parquet",
+                                row_group_size=2)
+    for source in ("jsonl", "parquet"):
+        run = config(tmp_path, source=source, paths=[str(tmp_path / f"a.{source}")], text_column="body")
+        check_sources(run)
+        assert _texts(run, tmp_path) == texts
+        opened = open_source(run, tmp_path / "cache")
+        assert sum(document.size for document in opened.documents()) == opened.size
+
+
+def test_paths_that_match_nothing_are_refused_with_the_pattern(tmp_path: Path) -> None:
+    for source in ("text_files", "jsonl", "parquet", "chat_jsonl"):
+        run = config(tmp_path, source=source, paths=[str(tmp_path / "*.nothing")])
+        _refusal(run, r"data\.paths=.*\*\.nothing: matches no file")
+    _refusal(config(tmp_path, source="text_files"), r"data\.paths=\[\]: give at least one")
+    _refusal(config(tmp_path, source="text_files", paths=[str(tmp_path)]), "is a folder")
+    run = text_files(tmp_path)
+    run.data.validation_paths = [str(tmp_path / "absent.txt")]
+    with pytest.raises(ConfigError, match=r"data\.validation_paths=.*absent\.txt: matches no file"):
+        prepare(run)
+    with pytest.raises(ConfigErrors, match=r"data\.validation_paths"):
+        check_sources(run)
+
+
+def test_an_empty_file_is_refused_by_name(tmp_path: Path) -> None:
+    for source in ("text_files", "jsonl", "parquet", "chat_jsonl"):
+        (tmp_path / "empty").write_bytes(b"")
+        _refusal(config(tmp_path, source=source, paths=[str(tmp_path / "empty")]), r"/empty: is empty")
+    (tmp_path / "blank").write_bytes(b"\n\n")
+    _refusal(config(tmp_path, source="jsonl", paths=[str(tmp_path / "blank")]), "blank lines only")
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_offset(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"abc\nd\xe9f")
+    run = config(tmp_path, source="text_files", paths=[str(tmp_path / "latin.txt")])
+    _refusal(run, r"latin\.txt: is not UTF-8 \(byte 0xe9 at offset 5\)")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
+    run = config(tmp_path, source="jsonl", paths=[str(tmp_path / "latin.jsonl")])
+    _refusal(run, r"latin\.jsonl.*: is not UTF-8 \(byte 0xe9 at offset 24\)")
+
+
+def test_a_broken_line_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    run = config(tmp_path, source="jsonl", paths=[str(path)])
+    for line, match in (
+        ('{"text": "b"', r"broken\.jsonl:3: is not valid JSON"),
+        ('["b"]', r"broken\.jsonl:3: is a JSON list"),
+        ('{"txt": "b", "id": 1}', r"broken\.jsonl:3: has no column 'text'; .* data\.text_column .*: txt, id"),
+        ('{"text": 5}', r"broken\.jsonl:3: column 'text' holds int"),
+        ('{"text": "\\ud800"}', r"broken\.jsonl:3: holds half of a surrogate pair \(U\+D800\)"),
+    ):
+        path.write_text('{"text": "a"}\n\n' + line + "\n", encoding="utf-8")
+        _refusal(run, match, also_by_preflight=False)
+    path.write_text('{"txt": "a"}\n', encoding="utf-8")
+    _refusal(run, r"broken\.jsonl:1: has no column 'text'")
+
+
+def test_a_wrong_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    run = config(tmp_path, source="parquet", paths=[str(path)])
+    for columns, match in (
+        ({"words": ["a"]}, "has no column 'text'; set data.text_column to one that is there: words"),
+        ({"text": [1]}, "column 'text' holds int64"),
+        ({"text": ["a", None]}, "row 2 has no value"),
+        ({"text": pyarrow.array([], pyarrow.string())}, "holds no rows"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        _refusal(run, match, also_by_preflight=False)
+    path.write_bytes(path.read_bytes()[:-20])
+    _refusal(run, "is not a readable Parquet file", also_by_preflight=False)
+    path.write_bytes(b"text")
+    _refusal(run, "is not a readable Parquet file")
+
+
+def test_numbers_out_of_range_and_unknown_sources_are_refused_together(tmp_path: Path) -> None:
+    run = config(tmp_path, source="text_files", paths=["/absent/*.txt"], validation_fraction=1.0, seq_len=1)
+    with pytest.raises(ConfigErrors) as refused:
+        check_sources(run)
+    assert [error.key for error in refused.value.errors if isinstance(error, ConfigError)] == [
+        "data.validation_fraction", "data.seq_len", "data.paths",
+    ]
+    with pytest.raises(ConfigErrors, match=r"data\.source=text_file: no such source; did you mean text_files\?"):
+        check_sources(config(tmp_path, source="text_file"))
+    with pytest.raises(ConfigErrors, match=r"data\.validation_paths"):
+        check_sources(config(tmp_path, source="stdlib_text", validation_paths=["x"]))
+    run = config(tmp_path, source="synthetic")
+    run.data.synthetic.num_documents = 0
+    with pytest.raises(ConfigErrors, match=r"data\.synthetic\.num_documents=0"):
+        check_sources(run)
+
+
+def test_a_changed_file_is_noticed_even_with_its_old_size_and_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("before", encoding="utf-8")
+    os.utime(path, ns=(10**18, 10**18))
+    first = file_hashes([path], tmp_path / "cache")
+    assert file_hashes([path], tmp_path / "cache") == first
+    path.write_text("behind", encoding="utf-8")
+    os.utime(path, ns=(10**18, 10**18))
+    assert file_hashes([path], tmp_path / "cache") != first
+
+
+def test_an_unchanged_file_is_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("text", encoding="utf-8")
+    hashes = file_hashes([path], tmp_path / "cache")
+    (index,) = (tmp_path / "cache" / "fingerprints").iterdir()
+    known = json.loads(index.read_text())
+    # As if it had been looked at long after its last change; a marked hash shows that the index was believed.
+    known[str(path)].update(seen_ns=known[str(path)]["seen_ns"] + 10**13, sha256="marked")
+    index.write_text(json.dumps(known))
+    assert file_hashes([path], tmp_path / "cache") == ["marked"]
+    assert hashes != ["marked"]
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package that registers the source ``poems``."""
+    site = tmp_path / "site"
+    info = site / "poems-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: poems\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mgpu_pipe.data]\npoems = poems_source:load\nwrong = poems_source:wrong\n")
+    (site / "poems_source.py").write_text(
+        "def load(config):\n"
+        "    names = config.data.paths or ['rose']\n"
+        "    return (f'{name} number {i}, ' * 5 for name in names for i in range(12))\n"
+        "def wrong(config):\n"
+        "    return [b'bytes']\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    return site
+
+
+def test_a_plug_in_brings_documents(plug_in: Path, tmp_path: Path) -> None:
+    run = config(tmp_path, source="poems", validation_paths=["tulip"])
+    assert "poems" in source_names()
+    check_sources(run)
+    prepared = prepare(run)
+    assert prepared.num_documents == 24
+    assert prepared.validation is not None
+    assert prepared.validation.documents == 12
+    assert prepare(run) == prepared
+    with pytest.raises(DataError, match=r"data\.source=wrong: document 0 is bytes, not str"):
+        prepare(config(tmp_path, source="wrong"))
