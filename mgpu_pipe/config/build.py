@@ -61,7 +61,7 @@ def resolve_target(node: Mapping[str, Any], base: type | str, key: str) -> tuple
     where = f"{key}.{TARGET}"
     target = node.get(TARGET) if isinstance(node, Mapping) else None
     wanted = base if isinstance(base, str) else f"{base.__module__}.{base.__qualname__}"
-    if not isinstance(target, str):
+    if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         raise ConfigErrors([ConfigError(where, target, f"give the dotted path of a subclass of {wanted}")])
     errors = _nested_errors(node, key)
     try:
@@ -105,7 +105,7 @@ def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> 
 
 def _judge(target: str, base: str, where: str) -> Signature | None:
     """Check that ``target`` is a subclass of ``base``, by source if possible; its signature, None if unknown."""
-    if "." not in target:
+    if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         raise ConfigError(where, target, f"give the whole dotted path of a subclass of {base}")
     try:
         found = source_class.find_class(target)

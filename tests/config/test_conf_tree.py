@@ -1,0 +1,100 @@
+"""Every shipped option composes and passes the preflight; the shipped architectures are the published ones."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mgpu_pipe.config.compose import compose, conf_dir
+from mgpu_pipe.config.listing import list_groups
+from mgpu_pipe.launch.parameters import parameter_count
+from mgpu_pipe.launch.preflight import model_fields, preflight
+
+OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]
+NEEDS_MORE = {("model", "hf"), ("data", "text_files"), ("data", "jsonl"), ("data", "parquet"), ("data", "chat_jsonl"),
+              ("logger", "wandb"), ("logger", "mlflow")}
+TINY = ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "mixtral_tiny")
+
+# Millions of parameters as their authors give them: the GPT-2, Llama 3, Llama 3.2, Qwen3 and Mixtral model cards.
+PUBLISHED = {"gpt2_124m": 124.4, "llama32_1b": 1236, "llama3_8b": 8030, "llama3_70b": 70554, "qwen3_8b": 8191,
+             "qwen3_30b_a3b": 30532, "mixtral_8x7b": 46703}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes(group: str, option: str):
+    config, _ = compose([f"{group}={option}"])
+    if (group, option) not in NEEDS_MORE:
+        preflight(config)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_says_what_it_is(group: str, option: str):
+    (found,) = [item for item in list_groups(group)[group] if item.name == option]
+    assert len(found.description) > 5
+
+
+def test_every_group_has_one_default_but_the_experiments():
+    for group, options in list_groups().items():
+        assert sum(option.is_default for option in options) == (0 if group == "experiment" else 1), group
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_have_the_promised_shape(name: str):
+    config, _ = compose([f"model={name}"])
+    fields = model_fields(config)
+    assert (parameter_count(fields) or 10**9) < 1_000_000
+    assert (fields["num_hidden_layers"], fields["num_attention_heads"], fields["vocab_size"]) == (4, 8, 1024)
+    assert fields["max_position_embeddings"] >= 1024
+    if name != "gpt2_tiny":
+        assert fields["num_key_value_heads"] == 4
+    if name == "mixtral_tiny":
+        assert fields["num_local_experts"] == 8
+
+
+def test_the_quickstarts_model_has_5_to_15_million_parameters():
+    config, _ = compose(["experiment=quickstart"])
+    assert 5e6 < (parameter_count(model_fields(config)) or 0) < 15e6
+
+
+@pytest.mark.parametrize(("name", "millions"), PUBLISHED.items())
+def test_published_architectures_have_their_published_size(name: str, millions: float):
+    config, _ = compose([f"model={name}"])
+    assert (parameter_count(model_fields(config)) or 0) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "model" and option != "hf"])
+def test_no_shipped_model_has_dropout(name: str):
+    content = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["config"]
+    dropouts = {key: value for key, value in content.items() if "drop" in key}
+    assert dropouts
+    assert set(dropouts.values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "experiment"])
+def test_an_experiment_opens_with_the_command_that_runs_it(name: str):
+    lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1] == f"# mgpu-pipe experiment={name}"
+
+
+def test_the_quickstart_takes_two_processes_on_cpu():
+    config, _ = compose(["experiment=quickstart", "trainer.accelerator=cpu"])
+    assert config.trainer.devices == 2
+    assert compose(["experiment=quickstart", "trainer.accelerator=cpu", "strategy=single"])[0].trainer.devices == 1
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_the_default_batch_suits_the_usual_process_counts(devices: int):
+    config, _ = compose(["strategy=ddp", f"trainer.devices={devices}", "trainer.accelerator=cpu"])
+    preflight(config)
+
+
+def test_the_package_list_of_the_wheel_is_complete():
+    root = Path(__file__).resolve().parents[2]
+    text = (root / "pyproject.toml").read_text()
+    listed = text.split("packages = [", 1)[1].split("]", 1)[0]
+    packages = {f"mgpu_pipe.{init.parent.name}" for init in (root / "mgpu_pipe").glob("*/__init__.py")}
+    assert set(ast.literal_eval(f"[{listed}]")) >= packages | {"mgpu_pipe", "mgpu_pipe.conf"}

@@ -1,0 +1,89 @@
+"""The frozen file: what is written comes back, and values of the environment are never written."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.freeze import config_hash, freeze, load
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+
+SECRET = "s3cr3t-value"
+
+
+def test_a_configuration_comes_back_the_same(tmp_path: Path):
+    config, _ = compose(["experiment=quickstart", "trainer.accelerator=cpu", "optimizer.lr=1e-5", "data.paths=['ä b']"])
+    freeze(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml") == config
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("text", ["${x}", "a \\${b}", "\\\\${c} ${d}", "C:\\path", "$ { } ${"])
+def test_literal_dollars_come_back_as_they_are(tmp_path: Path, text: str):
+    config, _ = compose()
+    config.objective.sample_prompts = [text]
+    freeze(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml").objective.sample_prompts == [text]
+
+
+def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", SECRET)
+    config, _ = compose(
+        ["logger.mine._target_=a.B", "logger.mine.key=${oc.env:MY_KEY}", "run.name=x-${oc.env:MY_KEY}",
+         "run.root=${run.name}/y", "logger.mine.list=[1,'${oc.env:MY_KEY}']", "seed='${oc.decode:${oc.env:SEED,7}}'"]
+    )
+    assert config.logger["mine"]["key"] == SECRET
+    assert config.run.root == f"x-{SECRET}/y"
+    assert config.seed == 7
+    freeze(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert SECRET not in text
+    assert "key: ${oc.env:MY_KEY}" in text
+    assert SECRET not in str(to_plain(config))
+    assert SECRET not in repr(config)
+    monkeypatch.setenv("MY_KEY", "another")
+    again = load(tmp_path / "config.yaml")
+    assert again.logger["mine"]["key"] == "another"
+    assert again.run.root == "x-another/y"
+    assert again.logger["mine"]["list"] == [1, "another"]
+
+
+def test_a_secret_survives_copies_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", SECRET)
+    config, _ = compose(["run.name=${oc.env:MY_KEY}"])
+    for made in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config, seed=1)):
+        assert made.run.name == SECRET
+        freeze(made, tmp_path / "config.yaml")
+        assert SECRET not in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_missing_variable_is_named_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", SECRET)
+    config, _ = compose(["run.name=${oc.env:MY_KEY}"])
+    freeze(config, tmp_path / "config.yaml")
+    monkeypatch.delenv("MY_KEY")
+    with pytest.raises(ConfigErrors, match=r"run\.name=\$\{oc\.env:MY_KEY\}: Environment variable 'MY_KEY' not found"):
+        load(tmp_path / "config.yaml")
+
+
+def test_the_hash_tells_configurations_apart_and_not_environments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_KEY", "one")
+    first = compose(["run.name=${oc.env:MY_KEY}"])[0]
+    monkeypatch.setenv("MY_KEY", "two")
+    assert config_hash(compose(["run.name=${oc.env:MY_KEY}"])[0]) == config_hash(first)
+    assert config_hash(compose(["run.name=two"])[0]) != config_hash(first)
+    assert config_hash(compose()[0]) != config_hash(compose(["seed=1"])[0])
+    assert len(config_hash(first)) >= 8
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1\n", "trainer: {devices: x}\n", "nothing: 1\n"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str):
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(BadInputError):
+        load(tmp_path / "config.yaml")

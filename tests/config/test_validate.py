@@ -1,0 +1,172 @@
+"""Validation and preflight: each kind of bad input is refused by key, and good configurations pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config import hardware, validate
+from mgpu_pipe.config.compose import compose, compose_checked
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.launch.preflight import preflight, preflight_errors
+
+CPU = "trainer.accelerator=cpu"
+
+
+def messages(*overrides: str) -> list[str]:
+    config, _ = compose([CPU, *overrides])
+    with pytest.raises(ConfigErrors) as caught:
+        preflight(config)
+    return [str(error) for error in caught.value.errors]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch):
+    """Stand in for a machine's GPUs: a driver and a CUDA build of torch cannot exist here."""
+
+    def have(count: int, torch_built_for_cuda: bool = True) -> None:
+        monkeypatch.setattr(hardware, "_driver_gpus", lambda: count)
+        monkeypatch.setattr(hardware, "torch_has_cuda", lambda: torch_built_for_cuda)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["optimizer.lr=0"], "optimizer.lr=0.0: use a number above 0"),
+        (["trainer.devices=0", "strategy=ddp"], "trainer.devices=0: use a number of at least 1"),
+        (["scheduler.min_lr_ratio=2"], "at most 1"),
+        (["trainer.gradient_clip_val=0"], "or null not to clip"),
+        (["data.validation_fraction=1"], "data.validation_fraction=1.0: use a share below 1"),
+        (["data.source=stdlib_txt"], "did you mean stdlib_text?"),
+        (["objective.name=causl_lm"], "did you mean causal_lm?"),
+        (["run.name=a/b"], "use a plain name"),
+        (["model=hf"], "model.path=null: there is no model"),
+        (["model.path=."], "model.path=.: model.type=llama is set too"),
+        (["model.type=lama"], "did you mean llama?"),
+        (["model.config.num_hiden_layers=3"], "did you mean model.config.num_hidden_layers?"),
+        (["trainer.max_steps=null"], "give trainer.max_steps or trainer.max_epochs"),
+        (["trainer.max_epochs=2"], "add trainer.max_steps=null"),
+        (["scheduler.warmup_steps=200"], "longer than trainer.max_steps=100; use at most 100"),
+        (["scheduler=wsd", "scheduler.warmup_steps=60", "scheduler.decay_steps=50"], "use at most 40"),
+        (["data=jsonl"], "data.paths=[]: data.source=jsonl reads files"),
+        (["data=text_files", "data.paths=[/nothing/*.txt]"], "data.paths=/nothing/*.txt: matches no file"),
+        (["trainer.val_every_n_steps=5", "data.validation_fraction=0"], "nothing is held out"),
+        (["trainer.devices=2"], "trainer.devices=2: strategy=single is one process; use 1, or strategy=ddp"),
+        (["strategy=ddp", "trainer.devices=3"], "data.global_batch_size=32: not divisible by the 3"),
+        (["data.micro_batch_size=5"], "data.micro_batch_size=5: does not divide"),
+        (["strategy.tp=2"], "this version has strategy=single and strategy=ddp"),
+        (["strategy.engine=deepspeed"], "strategy.engine=deepspeed: this version has"),
+        (["data.seq_len=4096"], "model llama_small has 2048 positions; use at most 2048"),
+        (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
+        (["checkpoint.resume=auot"], "did you mean auto?"),
+        (["checkpoint.init_from=/nothing/here"], "nothing is there"),
+        (["data.tokenizer=/nothing/here"], "give a tokenizer folder"),
+        (["optimizer._target_=os.system"], "not a class; use a subclass of torch.optim.Optimizer"),
+        (["optimizer.options.lr=1"], "set optimizer.lr instead"),
+        (["optimizer.options.beta=1"], "did you mean betas?"),
+        (["optimizer=sgd", "optimizer._target_=torch.optim.LBFGS", "optimizer.weight_decay=0.1"], "no weight decay"),
+        (["+logger.x=3"], "logger.x._target_=3: give the dotted path"),
+    ],
+)
+def test_each_fault_is_one_line_with_key_and_fix(overrides: list[str], said: str):
+    (message,) = messages(*overrides)
+    assert said in message
+    assert "\n" not in message
+
+
+def test_faults_of_all_kinds_come_together():
+    composition = compose_checked([CPU, "trainer.devcies=4", "optimizer.lr=-1", "model.config.hiden_size=3", "data=jsonl"])
+    found = [str(error).split("=")[0] for error in preflight_errors(composition.config, composition.errors)]
+    assert found == ["trainer.devcies", "optimizer.lr", "data.paths", "model.config.hiden_size"]
+
+
+def test_a_wrong_override_causes_no_errors_that_only_follow_from_it():
+    composition = compose_checked([CPU, "strategy=dpp", "trainer.devices=3", "model=llama_tny", "data.seq_len=2000"])
+    found = preflight_errors(composition.config, composition.errors)
+    assert [str(error).split("=")[0] for error in found] == ["strategy", "model"]
+
+
+def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path):
+    (tmp_path / "metrics.csv").write_text("x")
+    (message,) = messages(f"run.dir={tmp_path}")
+    assert "is not empty" in message
+    preflight(compose([CPU, f"run.dir={tmp_path}", "checkpoint.resume=auto"])[0])
+    preflight(compose([CPU, f"run.dir={tmp_path}/new"])[0])
+    (message,) = messages(f"run.dir={tmp_path}/metrics.csv")
+    assert "this is a file" in message
+
+
+def test_a_joined_worlds_processes_leave_the_run_folder_to_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.yaml").write_text("written by rank 0 a moment ago")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    preflight(compose([CPU, f"run.dir={tmp_path}", "strategy=ddp", "trainer.devices=2"])[0])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    (message,) = messages(f"run.root={tmp_path}/closed/runs")
+    assert "cannot be written" in message
+
+
+def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
+    gpus(4)
+    config, _ = compose(["strategy=ddp"])
+    assert (validate.device_type(config), validate.world_size(config)) == ("cuda", 4)
+    assert validate.world_size(compose(["strategy=single"])[0]) == 1
+    assert validate.world_size(compose([CPU, "strategy=ddp"])[0]) == 1
+    assert validate.world_size(compose(["strategy=ddp", "trainer.num_nodes=2"])[0]) == 8
+    assert compose(["experiment=quickstart"])[0].trainer.devices == 4
+    assert compose(["experiment=quickstart", CPU])[0].trainer.devices == 2
+    gpus(4, torch_built_for_cuda=False)
+    assert validate.device_type(config) == "cpu"
+    assert [notice.key for notice in preflight(config)] == ["trainer.accelerator"]
+
+
+def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):
+    gpus(2)
+    with pytest.raises(ConfigErrors, match="this machine has 2 GPUs to use; use at most 2, or trainer.accelerator=cpu"):
+        preflight(compose(["strategy=ddp", "trainer.devices=4"])[0])
+    preflight(compose(["strategy=ddp", "trainer.devices=4", CPU])[0])
+    gpus(0)
+    with pytest.raises(ConfigErrors, match="torch can use no GPU here"):
+        preflight(compose(["trainer.accelerator=cuda"])[0])
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("3", 1), ("0,9,1", 1), ("0,0", 0), ("GPU-a,GPU-b", 2)]
+)
+def test_visible_devices_are_counted_as_cuda_counts_them(gpus, monkeypatch: pytest.MonkeyPatch, visible: str, count: int):
+    gpus(4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert hardware.gpu_count() == count
+
+
+def test_precision_auto_is_what_the_hardware_is_fast_at(gpus, monkeypatch: pytest.MonkeyPatch):
+    automatic, _ = compose([CPU, "precision=auto"])
+    for fast, name in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(validate, "cpu_is_fast_at_bf16", lambda fast=fast: fast)
+        assert validate.resolve_precision(automatic) == name
+    assert validate.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
+    gpus(1)
+    assert validate.resolve_precision(compose(["precision=auto"])[0]) == "bf16"
+
+
+def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8}))
+    assert "weights" in messages("model=hf", f"model.path={tmp_path}")[0]
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    preflight(compose([CPU, "model=hf", f"model.path={tmp_path}"])[0])
+    vocabulary = {f"t{index}": index for index in range(12)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "vocab" in messages("model=hf", f"model.path={tmp_path}")[0]
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "give a whole tokenizer.json" in messages("model=hf", f"model.path={tmp_path}")[0]
