@@ -1,0 +1,112 @@
+"""``certificate.json``, and the table that shows it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_pipe.config.freeze import config_hash
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.verify.bounds import Worst, bounds
+from mgpu_pipe.verify.shrink import Shrunk
+
+CERTIFICATE = "certificate.json"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was verified and how it ended."""
+
+    worst: list[Worst]
+    values: dict[str, object]
+
+    @property
+    def passed(self) -> bool:
+        return all(one.passed for one in self.worst)
+
+    def write(self, folder: Path) -> Path:
+        path = folder / CERTIFICATE
+        path.write_text(json.dumps(self.values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+
+def certificate(
+    config: RunConfig,
+    overrides: Sequence[str],
+    small: Shrunk,
+    dims: ParallelDims,
+    worst: list[Worst],
+    comparisons: int,
+    environment: Mapping[str, object],
+) -> Certificate:
+    """Put together what a reader needs to judge, and to repeat, the verification.
+
+    Args:
+        config: as configured; its hash identifies what is certified.
+        comparisons: how many comparisons were made.
+        environment: of :func:`mgpu_pipe.launch.environment.describe_environment`.
+    """
+    plan = BatchPlan.resolve(small.config.data, dims.data_parallel_size)
+    precision = small.config.precision.name
+    values: dict[str, object] = {
+        "passed": bool(worst) and all(one.passed for one in worst),
+        "config_hash": config_hash(config),
+        "overrides": list(overrides),
+        "versions": _versions(environment),
+        "model": config.model.name,
+        "strategy": config.strategy.name,
+        "precision": precision,
+        "topology": dims.as_dict(),
+        "world_size": dims.world_size,
+        "steps": small.config.trainer.max_steps,
+        "micro_batches": plan.num_micro_batches,
+        "comparisons": comparisons,
+        "bounds": bounds(precision),
+        "worst": {one.quantity.replace(" ", "_"): _without_name(one) for one in worst},
+        "shrunk": small.changes,
+        "date": environment["date"],
+    }
+    return Certificate(worst, values)
+
+
+def show(found: Certificate, title: str) -> None:
+    """Print the table on standard output: every quantity with its worst comparison."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("quantity", "error", "bound", "step"):
+        table.add_column(name, justify="left" if name == "quantity" else "right", no_wrap=True)
+    table.add_column("where it is worst", overflow="fold")
+    table.add_column("")
+    for one in found.worst:
+        table.add_row(
+            one.quantity, f"{one.error:.1e}" if one.error else "0", f"{one.bound:.1e}" if one.bound else "0",
+            str(one.step), one.where if one.error else "-", "pass" if one.passed else "FAIL",
+        )  # fmt: skip
+    Console(file=sys.stdout, highlight=False, markup=False, emoji=False).print(table)
+
+
+def failures(found: Certificate) -> list[str]:
+    """One line for each broken bound: what, where, and in which step."""
+    return [
+        f"the {one.quantity} of {one.where} is not that of one process "
+        f"{f'in step {one.step}' if one.step else 'before the first step'}: error {one.error:.3g}, bound {one.bound:.3g}"
+        for one in found.worst
+        if not one.passed
+    ]
+
+
+def _without_name(one: Worst) -> dict[str, object]:
+    return {name: value for name, value in one.as_dict().items() if name != "quantity"}
+
+
+def _versions(environment: Mapping[str, object]) -> dict[str, object]:
+    packages = environment["packages"]
+    assert isinstance(packages, Mapping)
+    return {"mgpu_pipe": environment["mgpu_pipe"], "python": environment["python"], **packages}

@@ -1,0 +1,215 @@
+"""The comparison itself, inside a process group: the configured strategy trains, rank 0 computes the plain steps.
+
+Each step starts from the plain computation's weights and optimizer state, so that rounding does not pile up and an
+error shows in the step where it is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.verify import bounds
+from mgpu_pipe.verify.batches import Batch, global_batch, micro_batches, window_of
+from mgpu_pipe.verify.bounds import Measurement
+from mgpu_pipe.verify.plain import PlainRun, PlainStep
+from mgpu_pipe.verify.transfer import Tensors, check_covered, fill, from_rank_0, norm_of, squared_errors, whole_errors
+
+WindowMaker = Callable[[Batch, int, BatchPlan, int], StepWindow]
+
+
+def compare(
+    config: RunConfig,
+    *,
+    window_maker: WindowMaker = window_of,
+    on_start: Callable[[MeshStrategy], None] = lambda strategy: None,
+) -> list[Measurement]:
+    """Train the (small) ``config`` for ``trainer.max_steps`` and compare every step. A collective call.
+
+    Args:
+        window_maker: this process's share ``(global batch, step, plan, data-parallel rank)`` of a step.
+        on_start: called with the strategy once its model is built and split.
+
+    Returns:
+        On rank 0 every comparison; elsewhere an empty list.
+    """
+    _quiet_lightning()
+    torch.manual_seed(config.seed)
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+    dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    steps = config.trainer.max_steps or 1
+    strategy, objective = _configured(config, dims)
+    vocabulary = int(objective.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+    packed = config.data.packing != "none"
+    batches = [
+        global_batch(config.seed, step, plan.global_batch_size, config.data.seq_len, vocabulary, packed)
+        for step in range(steps)
+    ]
+    at = dims.data_parallel_rank(dist.get_rank())
+    watch = _Comparison(config, plan, batches, on_start)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=dims.world_size, strategy=strategy, max_steps=steps, max_epochs=-1, logger=False,
+        callbacks=[watch], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, num_sanity_val_steps=0, check_val_every_n_epoch=None, val_check_interval=NEVER,
+        inference_mode=False,
+    )  # fmt: skip
+    quiet_signals(trainer)
+    trainer.fit(objective, _Windows([window_maker(batch, step, plan, at) for step, batch in enumerate(batches)]))
+    return watch.measurements
+
+
+def _configured(config: RunConfig, dims: ParallelDims) -> tuple[MeshStrategy, CausalLMObjective]:
+    """The strategy and the objective as training assembles them."""
+
+    def materialised(model: torch.nn.Module, device: torch.device) -> None:
+        materialise(model, config.seed, device)  # type: ignore[arg-type]
+
+    strategy = MeshStrategy(
+        dims, torch.device("cpu"), precision=config.precision.name, max_norm=config.trainer.gradient_clip_val,
+        bucket_mib=config.strategy.bucket_mib, materialise=materialised,
+    )  # fmt: skip
+    objective = CausalLMObjective(
+        build_meta(config.model), optimizer_factory(config.optimizer),
+        build_schedule(config.scheduler, config.scheduler.total_steps or 1), config.objective.loss_chunk_tokens,
+    )  # fmt: skip
+    return strategy, objective
+
+
+class _Windows:
+    """An iterable that is no list: Lightning takes a list for several loaders."""
+
+    def __init__(self, windows: list[StepWindow]) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __iter__(self) -> Iterator[StepWindow]:
+        return iter(self._windows)
+
+
+class _Comparison(pl.Callback):
+    """Sets the state before each step, and compares gradients before and weights after the update."""
+
+    def __init__(
+        self, config: RunConfig, plan: BatchPlan, batches: list[Batch], on_start: Callable[[MeshStrategy], None]
+    ) -> None:
+        self.measurements: list[Measurement] = []
+        self._plan, self._batches, self._on_start = plan, batches, on_start
+        first = dist.get_rank() == 0
+        self._plain = PlainRun(config) if first else None
+        self._alone = PlainRun(config, torch.bfloat16) if first and config.precision.name == "bf16" else None
+        self._weights = self._share(self._plain.weights() if self._plain else [])
+        self._state: Tensors = {}
+        self._expected = PlainStep(0.0, 0.0, {})
+        self._alone_errors: dict[tuple[str, str], float] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._on_start(trainer.strategy)
+        errors = self._errors("initial weights", trainer.strategy.model_pieces(), self._weights)
+        for name, error in errors.items():
+            self._note("initial weights", name, 0, error, bounds.INITIAL, exact=True)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: StepWindow, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        fill(strategy.model_pieces(), self._weights)
+        if self._state:
+            check_covered("optimizer state", strategy.optimizer_pieces(), self._state)
+            fill(strategy.optimizer_pieces(), self._state)
+        if self._alone is not None:
+            fill(self._alone.weights(), self._weights)
+            fill(self._alone.optimizer_state(), self._state)
+        self._take_plain_step(batch.step)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        gradients = self._expected.gradients
+        errors = self._errors("gradient", trainer.strategy.gradient_pieces(), gradients, partial=True)
+        total = norm_of(gradients.values()) or 1.0
+        for name, error in errors.items():
+            own = norm_of([gradients[name]]) / total if name in gradients else 0.0
+            bound = bounds.GRADIENT * own + bounds.GRADIENT_OF_ALL
+            self._note("gradient", name, self._step, error / total, bound)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepWindow, batch_idx: int) -> None:
+        result = outputs["result"]
+        for rank, (loss, norm) in enumerate(exchange_json([result.loss, result.gradient_norm], None)):
+            expected = self._expected
+            self._note("loss", f"rank {rank}", self._step, _relative(loss, expected.loss), bounds.LOSS)
+            self._note("gradient norm", f"rank {rank}", self._step, _relative(norm, expected.norm), bounds.NORM)
+        errors = self._errors("weights", trainer.strategy.model_pieces(), self._weights)
+        total = norm_of(self._weights.values())
+        where = max(errors, key=lambda name: errors[name])
+        error = sum(value * value for value in errors.values()) ** 0.5 / total
+        self._note("weights", where, self._step, error, bounds.WEIGHTS)
+
+    def _take_plain_step(self, step: int) -> None:
+        """One plain step on rank 0; gradients, weights and state after it on every rank."""
+        self._step = step + 1
+        if self._plain is not None:
+            self._expected = self._plain.step(step, [self._batches[step]])
+            if self._alone is not None:
+                self._measure_alone(step)
+        loss, norm = exchange_json([self._expected.loss, self._expected.norm], None)[0]
+        self._expected = PlainStep(loss, norm, from_rank_0(self._expected.gradients))
+        self._weights = self._share(self._plain.weights() if self._plain else [])
+        self._state = self._share(self._plain.optimizer_state() if self._plain else [])
+
+    def _measure_alone(self, step: int) -> None:
+        """How far one bf16 process is off, over the micro-batches of the configured plan."""
+        assert self._alone is not None and self._plain is not None
+        found = self._alone.step(step, micro_batches(self._batches[step], self._plan.micro_batch_size))
+        expected = self._expected
+        total = norm_of(expected.gradients.values()) or 1.0
+        off = {name: norm_of([found.gradients[name] - g]) / total for name, g in expected.gradients.items()}
+        self._alone_errors = {("gradient", name): error for name, error in off.items()}
+        weights = {piece.box.name: piece.tensor for piece in self._plain.weights()}
+        differences = [piece.tensor - weights[piece.box.name] for piece in self._alone.weights()]
+        self._alone_errors["weights", ""] = norm_of(differences) / norm_of(weights.values())
+        self._alone_errors["loss", ""] = _relative(found.loss, expected.loss)
+        self._alone_errors["gradient norm", ""] = _relative(found.norm, expected.norm)
+
+    def _share(self, pieces: list[Piece]) -> Tensors:
+        return from_rank_0({piece.box.name: piece.tensor for piece in pieces})
+
+    def _errors(self, what: str, pieces: list[Piece], full: Tensors, partial: bool = False) -> dict[str, float]:
+        return whole_errors(what, exchange_json(squared_errors(pieces, full), None), full, partial)
+
+    def _note(
+        self, quantity: str, where: str, step: int, error: float, bound: float, exact: bool = False
+    ) -> None:
+        if self._plain is None:
+            return
+        alone = None
+        if self._alone is not None and not exact:
+            alone = self._alone_errors.get((quantity, where), self._alone_errors.get((quantity, ""), 0.0))
+        self.measurements.append(Measurement(quantity, where, step, error, bound, alone))
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / abs(expected) if expected else abs(value)
+
+
+def _quiet_lightning() -> None:
+    for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")

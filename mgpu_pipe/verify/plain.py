@@ -1,0 +1,92 @@
+"""The plain computation of one process that strategies are compared with; it shares no code with them.
+
+Stock forward passes with whole logits, ``F.cross_entropy``, one backward pass, a float64 norm, the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
+from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.models.attention import forward_kwargs
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.verify.batches import Batch
+
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass
+class PlainStep:
+    """What one step gave: the loss, the norm before clipping, and the gradients after it, by parameter name."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+
+
+class PlainRun:
+    """A model on one process, from the keyed initial weights.
+
+    Args:
+        compute_dtype: ``torch.bfloat16`` computes as one bf16 process does: parameters cast for the forward and
+            backward passes, fp32 master weights, gradients summed over micro-batches in fp32.
+    """
+
+    def __init__(self, config: RunConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+        model = build_meta(config.model)
+        self.model = materialise(model, config.seed, "cpu")
+        self.optimizer = optimizer_factory(config.optimizer)(model)
+        self._compute_dtype = compute_dtype
+        self._max_norm = config.trainer.gradient_clip_val
+        self._schedule = build_schedule(config.scheduler, config.scheduler.total_steps or 1)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, number: int, batches: Sequence[Batch]) -> PlainStep:
+        """One optimizer step.
+
+        Args:
+            number: zero-based, for the schedule.
+            batches: the step's samples, in one or several forward passes.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        labels = [batch["labels"].flatten() for batch in batches]
+        count = sum(int((label != IGNORE_INDEX).sum()) for label in labels)
+        losses = []
+        for batch, label in zip(batches, labels, strict=True):
+            logits = self._logits(batch).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, label, ignore_index=IGNORE_INDEX, reduction="sum") / count
+            loss.backward()
+            losses.append(float(loss.detach()))
+        with torch.no_grad():
+            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+            if self._max_norm is not None and norm > self._max_norm:
+                for gradient in gradients.values():
+                    gradient.mul_(self._max_norm / (norm + CLIP_EPSILON))
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * self._schedule(number)
+        self.optimizer.step()
+        return PlainStep(sum(losses), norm, gradients)
+
+    def weights(self) -> list[Piece]:
+        return named_tensor_pieces(self.model.named_parameters())
+
+    def optimizer_state(self) -> list[Piece]:
+        return optimizer_pieces(self.model, self.optimizer)
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        kwargs = forward_kwargs(self.model, batch)
+        if self._compute_dtype == torch.float32:
+            return self.model(**kwargs).logits
+        cast = {name: p.to(self._compute_dtype) for name, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, cast, kwargs=kwargs).logits

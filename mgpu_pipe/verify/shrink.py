@@ -1,0 +1,125 @@
+"""The small run that stands for the configured one: same strategy, optimizer, precision and clipping. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, SyntheticConfig
+from mgpu_pipe.config.validate import resolve_precision
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.verify.shrink_model import is_noise, shrink_model
+
+STEPS = 10
+MAX_LR = 3e-4
+"""Above it, rounding alone moves one process away from itself (FACTS: 4e-3 at a rate of 3e-3)."""
+SEQ_LEN = 32
+BUCKET_MIB = 0.05
+"""Several gradient buckets even for a small model."""
+SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "strategy", "precision", "trainer")
+NOISE_REASON = "parity under random noise is statistical"
+REASONS = {
+    "optimizer.lr": "the bounds hold for rates up to 3e-4",
+    "data.source": "random packed documents with uneven label masks and padding",
+    "objective.loss_chunk_tokens": "so that the loss is computed in several chunks",
+    "strategy.bucket_mib": "so that there are several gradient buckets",
+    "model.attn_implementation": "there is no such kernel for CPUs",
+    "model.path": "the small model starts from random weights",
+    "trainer.accelerator": "the topology runs as CPU processes",
+}
+
+
+@dataclass
+class Shrunk:
+    """The small run, and what was changed to get it: key -> ``{"from", "to"}`` and, for some, ``"why"``."""
+
+    config: RunConfig
+    changes: dict[str, dict[str, Any]]
+
+    def told(self) -> list[str]:
+        """The changes a user should hear of: those that take something away from what is verified."""
+        heard = {key: change for key, change in self.changes.items() if key == "optimizer.lr" or _is_noise(key)}
+        return [
+            f"{key}={change['to']} here instead of {change['from']}: {change['why']}" for key, change in heard.items()
+        ]
+
+
+def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
+    """The small run of ``config`` on the topology ``dims``.
+
+    Raises:
+        ConfigError: sizes of the configured batch that do not divide.
+        ModelFolderError: ``model.path`` has no readable ``config.json``.
+    """
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    steps = min(steps, config.trainer.max_steps or steps)
+    unit = lcm(2 * dims.cp, dims.tp)  # a context-parallel rank may take two pieces of the sequence
+    seq_len = -(-min(config.data.seq_len, SEQ_LEN) // unit) * unit
+    micro = min(plan.micro_batch_size, 2 if dims.data_parallel_size > 1 else 4)
+    num_micro = max(2 if plan.num_micro_batches > 1 else 1, dims.pp)
+    chunk = config.objective.loss_chunk_tokens
+    small = replace(
+        config,
+        model=shrink_model(config.model, dims, seq_len),
+        data=replace(
+            config.data, source="synthetic", paths=[], validation_paths=[], chat_template=None, tokenizer="auto",
+            synthetic=SyntheticConfig(), seq_len=seq_len, micro_batch_size=micro,
+            global_batch_size=micro * num_micro * dims.data_parallel_size,
+        ),  # fmt: skip
+        objective=replace(
+            config.objective, sample_prompts=[], loss_chunk_tokens=0 if chunk == 0 else max(1, micro * seq_len * 2 // 5)
+        ),
+        optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, MAX_LR)),
+        scheduler=_small_schedule(config.scheduler, steps),
+        strategy=replace(config.strategy, **dims.as_dict(), bucket_mib=min(config.strategy.bucket_mib, BUCKET_MIB)),
+        precision=replace(config.precision, name=resolve_precision(config)),
+        checkpoint=CheckpointConfig(save_last=False),
+        trainer=replace(
+            config.trainer, accelerator="cpu", devices=dims.world_size, num_nodes=1, max_steps=steps, max_epochs=None,
+            val_every_n_steps=None,
+        ),  # fmt: skip
+        logger={},
+        callbacks={},
+        launch=replace(config.launch, max_restarts=0),
+    )  # fmt: skip
+    return Shrunk(small, _changes(config, small))
+
+
+def _small_schedule(scheduler: SchedulerConfig, steps: int) -> SchedulerConfig:
+    """The same shape over the few steps: warm-up, plateau and decay all happen."""
+    decay = None if scheduler.decay_steps is None else min(scheduler.decay_steps, max(1, steps // 3))
+    return replace(
+        scheduler, total_steps=steps, warmup_steps=min(scheduler.warmup_steps, steps // 4), decay_steps=decay
+    )
+
+
+def _changes(before: RunConfig, after: RunConfig) -> dict[str, dict[str, Any]]:
+    old, new = _flat(to_plain(before)), _flat(to_plain(after))
+    for name, value in resolved_fields(before.model).items():  # what a folder or a class's default says
+        old.setdefault(f"model.config.{name}", value)
+    found: dict[str, dict[str, Any]] = {}
+    for key in dict.fromkeys([*_flat(to_plain(before)), *new]):
+        if key.split(".")[0] in SHOWN and old.get(key) != new.get(key) and key in new:
+            found[key] = {"from": old.get(key), "to": new[key]}
+            why = NOISE_REASON if _is_noise(key) else REASONS.get(key)
+            if why:
+                found[key]["why"] = why
+    return found
+
+
+def _is_noise(key: str) -> bool:
+    return key.startswith("model.config.") and is_noise(key.removeprefix("model.config."))
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

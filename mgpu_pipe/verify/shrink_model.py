@@ -1,0 +1,197 @@
+"""A small model of the same architecture and divisibility as the configured one. Torch-free.
+
+Everything that decides how a strategy cuts the model stays as it is: the family, the ratio of heads to key-value
+heads, tied weights, the kinds of layers, whether the vocabulary divides by the tensor-parallel size. Everything that
+only makes it large is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.models.config_source import ConfigClass, config_class
+from mgpu_pipe.models.fields import config_fields, model_types, resolved_fields
+from mgpu_pipe.models.folder import read_config_json
+from mgpu_pipe.topology import ParallelDims
+
+WIDTH, HEAD_DIM, FEED_FORWARD, VOCABULARY, LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 32, 8, 48, 96, 2, 4, 2
+FEED_FORWARDS = (
+    "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "shared_intermediate_size",
+)  # fmt: skip
+LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int) -> ModelConfig:
+    """The small model, with random weights even where ``model`` is a folder's; dropout is off in it.
+
+    Args:
+        seq_len: tokens a sample of the small run.
+
+    Raises:
+        ModelFolderError: ``model.path`` has no readable ``config.json``.
+    """
+    model_type, given = _type_and_fields(model)
+    known = config_class(model_type) or ConfigClass()
+    own = known.attribute_map
+    spelled = {own.get(name, name): name for name in given}
+    fields = resolved_fields(ModelConfig(type=model_type, config=given))
+    takes = known.names | set(given)
+    wanted: dict[str, Any] = {}
+    for part in (
+        _attention(fields, takes, dims), _feed_forward(fields, dims), _experts(fields, dims),
+        _layers(fields, dims), _vocabulary(fields, dims), _positions(fields, takes, seq_len), _dropouts(fields),
+    ):  # fmt: skip
+        wanted.update(part)
+    wanted.update(_rope(fields, wanted))
+    changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
+    changed = {spelled.get(name, name): value for name, value in changed.items()}
+    implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
+    return ModelConfig(
+        name=model.name, type=model_type, config={**given, **changed}, attn_implementation=implementation
+    )
+
+
+def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The model type and the fields given for it; of a composite folder those of its language model."""
+    if model.path is None:
+        return str(model.type), dict(model.config)
+    content = read_config_json(Path(model.path).expanduser())
+    nested = content.get("text_config")
+    if isinstance(nested, Mapping) and nested.get("model_type") in model_types():
+        content = dict(nested)
+    model_type = str(content["model_type"])
+    known = config_fields(model_type)
+    fields = {**content, **model.config}
+    return model_type, {name: value for name, value in fields.items() if known is None or name in known}
+
+
+def _attention(fields: Mapping[str, Any], takes: set[str], dims: ParallelDims) -> dict[str, Any]:
+    heads = int(fields.get("num_attention_heads") or 1)
+    key_value = int(fields.get("num_key_value_heads") or heads)
+    cut = dims.tp * dims.cp if key_value % (dims.tp * dims.cp) == 0 else dims.tp
+    if heads % key_value == 0 and key_value % cut == 0:
+        ratio = heads // key_value
+        key_value = _multiple(cut, min(key_value, 2))
+        heads = key_value * ratio
+    has_head_dim = "head_dim" in takes
+    width = _multiple(lcm(8, dims.tp, heads), WIDTH)
+    if not has_head_dim:
+        width = heads * _multiple(8, -(-WIDTH // heads))
+    found: dict[str, Any] = {
+        "num_attention_heads": heads, "hidden_size": width, "head_dim": HEAD_DIM,
+        "word_embed_proj_dim": width, "embedding_size": width,
+    }  # fmt: skip
+    if fields.get("num_key_value_heads") is not None:
+        found["num_key_value_heads"] = key_value
+    for name, value in LATENTS.items():
+        if fields.get(name) is not None:
+            found[name] = value
+    if "kv_lora_rank" in fields:
+        del found["head_dim"]
+    return found
+
+
+def _feed_forward(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
+    size = _multiple(lcm(8, dims.tp), FEED_FORWARD)
+    return {name: min(size, fields[name]) for name in FEED_FORWARDS if isinstance(fields.get(name), int)}
+
+
+def _experts(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    taken = 1
+    for name in EXPERTS_TAKEN:
+        if isinstance(fields.get(name), int):
+            taken = found[name] = min(fields[name], EXPERTS_PER_TOKEN)
+    for name in EXPERT_COUNTS:
+        count = fields.get(name)
+        if isinstance(count, int) and count > 1:
+            groups = fields.get("n_group") or 1
+            fewest = max(taken, min(count, EXPERTS))
+            divides = count % dims.ep == 0
+            found[name] = _multiple(lcm(dims.ep if divides else 1, groups), max(fewest, 2 * groups))
+    return found
+
+
+def _layers(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
+    layers = int(fields.get("num_hidden_layers") or LAYERS)
+    lists = {
+        name: list(value) for name, value in fields.items()
+        if isinstance(value, list | tuple) and "layer" in name and len(value) == layers
+    }  # fmt: skip
+    kinds = max((len(set(value)) for value in lists.values()), default=1)
+    sparse_step = fields.get("decoder_sparse_step") or 1
+    count = _multiple(dims.pp, min(layers, max(LAYERS, kinds, sparse_step)))
+    found: dict[str, Any] = {"num_hidden_layers": count}
+    for name, value in lists.items():
+        # Every kind of layer stays, in the order of first appearance.
+        order = list(dict.fromkeys(value))
+        found[name] = [order[index % len(order)] for index in range(count)]
+    if isinstance(fields.get("mlp_only_layers"), list):
+        found["mlp_only_layers"] = [index for index in fields["mlp_only_layers"] if index < count]
+    for name in ("first_k_dense_replace", "max_window_layers"):
+        if isinstance(fields.get(name), int):
+            found[name] = min(fields[name], count - 1)
+    return found
+
+
+def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
+    size = _multiple(lcm(8, dims.tp), VOCABULARY)
+    if int(fields.get("vocab_size") or size) % dims.tp:
+        size += 1  # the configured one does not divide either
+    found: dict[str, Any] = {"vocab_size": size, "vocab_size_per_layer_input": size}
+    for name in TOKEN_IDS:
+        value = fields.get(name)
+        if isinstance(value, int) and value >= size:
+            # A padding token stays one: its embedding gets no gradient.
+            found[name] = size - 1 if name == "pad_token_id" else None
+        elif isinstance(value, list):
+            found[name] = None
+    return found
+
+
+def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("sliding_window", "attention_window_size"):
+        if isinstance(fields.get(name), int) and fields[name] > seq_len // 2:
+            found[name] = max(1, seq_len // 2)
+    positions = fields.get("max_position_embeddings")
+    if isinstance(positions, int) and "rope_parameters" not in takes:
+        found["max_position_embeddings"] = min(positions, 2 * seq_len)  # a table of learned positions
+    return found
+
+
+def _dropouts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    random = [name for name in fields if is_noise(name)]
+    return {name: 0.0 for name in random if isinstance(fields[name], float) and fields[name] > 0}
+
+
+def is_noise(name: str) -> bool:
+    """Whether a field of a causal language model switches randomness on in its forward pass."""
+    return ("drop" in name or name == "router_jitter_noise") and not name.startswith(("summary_", "classifier_"))
+
+
+def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Factors that stand for each frequency, cut to the small head."""
+    found: dict[str, Any] = {}
+    head_dim = int(wanted.get("head_dim") or wanted["hidden_size"] // wanted["num_attention_heads"])
+    for name in ("rope_parameters", "rope_scaling"):
+        value = fields.get(name)
+        if isinstance(value, Mapping) and any(isinstance(entry, list) for entry in value.values()):
+            found[name] = {
+                key: entry[: head_dim // 2] if isinstance(entry, list) else entry for key, entry in value.items()
+            }
+    return found
+
+
+def _multiple(of: int, at_least: int) -> int:
+    """The smallest multiple of ``of`` that is at least ``at_least``."""
+    return -(-at_least // of) * of

@@ -1,0 +1,111 @@
+"""Tensors between rank 0 and the pieces that ranks hold, without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
+from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.host import DTYPES, dtype_name, select
+from mgpu_pipe.errors import WorkerError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def from_rank_0(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """Rank 0's ``tensors`` (on the CPU), on every rank; what other ranks give is ignored. A collective call."""
+    header = exchange_json([[name, dtype_name(t), list(t.shape)] for name, t in tensors.items()], None)[0]
+    if dist.get_world_size() == 1:
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    shapes = [torch.Size(shape) for _, _, shape in header]
+    sizes = [shape.numel() * DTYPES[dtype].itemsize for (_, dtype, _), shape in zip(header, shapes, strict=True)]
+    data = torch.empty(sum(sizes), dtype=torch.uint8)
+    if dist.get_rank() == 0 and tensors:
+        data = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors.values()])
+    dist.broadcast(data, src=0)
+    parts = data.split(sizes)
+    return {
+        name: part.clone().view(DTYPES[dtype]).view(shape)
+        for (name, dtype, _), shape, part in zip(header, shapes, parts, strict=True)
+    }
+
+
+@torch.no_grad()
+def fill(pieces: Iterable[Piece], full: Mapping[str, torch.Tensor]) -> None:
+    """Write each piece's part of the whole tensors ``full`` into it, in place.
+
+    Raises:
+        WorkerError: a piece of a tensor that is not there.
+    """
+    for piece in pieces:
+        piece.tensor.copy_(_part(full, piece.box))
+
+
+def squared_errors(pieces: Iterable[Piece], full: Mapping[str, torch.Tensor]) -> list[list[object]]:
+    """For each piece ``[name, offsets, shape, e]``, e being the squared 2-norm of its difference from ``full``.
+
+    A tensor that ``full`` lacks is taken as zero; ``e`` is None where it is not finite (JSON has no other word).
+    """
+    found: list[list[object]] = []
+    for piece in pieces:
+        difference = piece.tensor.detach().cpu().double()
+        if piece.box.name in full:
+            difference = difference - _part(full, piece.box).double()
+        error = difference.square().sum()
+        finite = bool(torch.isfinite(error))
+        found.append([piece.box.name, list(piece.box.offsets), list(piece.box.shape), float(error) if finite else None])
+    return found
+
+
+def whole_errors(
+    what: str, by_rank: Iterable[Iterable[list[object]]], full: Mapping[str, torch.Tensor], partial: bool = False
+) -> dict[str, float]:
+    """The 2-norm of each whole tensor's difference, from all ranks' :func:`squared_errors`.
+
+    A block that several ranks hold counts once, with the worst of its copies.
+
+    Args:
+        what: the kind of tensors, for errors.
+        partial: a tensor may be absent from all ranks; it is then taken as zero.
+
+    Raises:
+        WorkerError: the ranks' blocks do not cover a tensor exactly.
+    """
+    blocks: dict[str, dict[Box, float]] = {name: {} for name in full}
+    for pieces in by_rank:
+        for name, offsets, shape, error in pieces:
+            box = Box(str(name), tuple(offsets), tuple(shape))  # type: ignore[arg-type]
+            value = float("inf") if error is None else float(error)  # type: ignore[arg-type]
+            held = blocks.setdefault(box.name, {})
+            held[box] = max(held.get(box, 0.0), value)
+    found: dict[str, float] = {}
+    for name, held in blocks.items():
+        if not held and partial:
+            found[name] = norm_of([full[name]])
+            continue
+        if name in full:
+            fault = tiling_fault(tuple(full[name].shape), list(held))
+            if fault is not None:
+                raise WorkerError(f"verify: the strategy's pieces of the {what} do not make up {name}: {fault}")
+        found[name] = sum(held.values()) ** 0.5
+    return found
+
+
+def check_covered(what: str, pieces: Iterable[Piece], full: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless all ranks' pieces cover each tensor of ``full`` exactly once. A collective call."""
+    mine = [[piece.box.name, list(piece.box.offsets), list(piece.box.shape), 0.0] for piece in pieces]
+    whole_errors(what, exchange_json(mine, None), full)
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> float:
+    """The 2-norm of all elements, in float64."""
+    return sum(float(tensor.detach().double().square().sum()) for tensor in tensors) ** 0.5
+
+
+def _part(full: Mapping[str, torch.Tensor], box: Box) -> torch.Tensor:
+    if box.name not in full:
+        raise WorkerError(f"verify: the strategy holds {box.name}, which the plain computation does not have")
+    return select(full[box.name], box.offsets, box.shape)

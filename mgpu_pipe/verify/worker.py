@@ -1,0 +1,56 @@
+"""A process of a verification: ``python -m mgpu_pipe.verify.worker <folder>``, started by :mod:`.command`.
+
+It reads the small run's frozen configuration and, on rank 0, leaves what was found in ``comparison.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.launch.parent_death import Lifeline
+from mgpu_pipe.launch.worker import leave_error
+
+COMPARISON = "comparison.json"
+
+
+def main(folder: Path) -> None:
+    """Take part in the comparison; an error is left where the supervisor looks for it, and ends the process."""
+    lifeline = Lifeline.attach(os.environ)
+    from mgpu_pipe.launch.distributed import World
+
+    paths, world = RunPaths(folder), World.from_environment(os.environ)
+    try:
+        _run(paths, world.rank, lifeline)
+    except BaseException as error:
+        leave_error(paths, error, world.rank)
+
+
+def _run(paths: RunPaths, rank: int, lifeline: Lifeline | None) -> None:
+    import torch
+
+    from mgpu_pipe.config.freeze import load
+    from mgpu_pipe.launch.distributed import World, launcher_store, process_group
+    from mgpu_pipe.verify.bounds import worst_of
+    from mgpu_pipe.verify.comparison import compare
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    world = World.from_environment(os.environ)
+    if lifeline is not None:
+        lifeline.wait_for_go()
+    config = load(paths.config)
+    timeout = config.launch.collective_timeout
+    with process_group(world, launcher_store(world, timeout), "cpu", timeout):
+        measurements = compare(config)
+    if rank == 0:
+        worst = [one.as_dict() for one in worst_of(measurements)]
+        partial = paths.root / f"{COMPARISON}.partial"
+        partial.write_text(json.dumps({"worst": worst, "comparisons": len(measurements)}), encoding="utf-8")
+        partial.replace(paths.root / COMPARISON)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
