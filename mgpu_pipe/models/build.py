@@ -81,10 +81,23 @@ def materialise(model: PreTrainedModel, seed: int, device: torch.device | str) -
         ConfigError: a tensor of this family has no initialisation that can be recorded.
     """
     recipe = recipe_of(model)
-    replaced: dict[torch.Tensor, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        value = draw_parameter(model, recipe, name, seed, device)
-        replaced[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    values = {name: draw_parameter(model, recipe, name, seed, device) for name, _ in model.named_parameters()}
+    return _fill(model, values, recipe, device)
+
+
+def materialise_empty(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
+    """Like :func:`materialise`, with parameters that hold nothing yet, for weights that are about to be read."""
+    values = {name: torch.empty_like(parameter, device=device) for name, parameter in model.named_parameters()}
+    return _fill(model, values, recipe_of(model), device)
+
+
+def _fill(
+    model: PreTrainedModel, values: Mapping[str, torch.Tensor], recipe: InitRecipe, device: torch.device | str
+) -> PreTrainedModel:
+    replaced = {
+        parameter: nn.Parameter(values[name].detach(), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None:

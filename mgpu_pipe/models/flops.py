@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TERA = 1e12
 PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
@@ -41,7 +42,7 @@ PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
 """(device name, bf16 with fp32 accumulation, fp32 without TF32) in TFLOP/s, dense, from NVIDIA's data sheets."""
 
 
-def known_gpu_peak_flops(device_name: str, dtype: Literal["bf16", "fp32"]) -> float | None:
+def known_gpu_peak(device_name: str, dtype: Literal["bf16", "fp32"]) -> float | None:
     """Peak dense FLOP/s of a GPU as ``torch.cuda.get_device_name`` calls it; None where it is not known."""
     if "Laptop" in device_name:
         return None
@@ -52,12 +53,16 @@ def known_gpu_peak_flops(device_name: str, dtype: Literal["bf16", "fp32"]) -> fl
     return None
 
 
-def training_flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
-    """FLOPs of the forward and backward pass of one token in samples of ``seq_len``; ``model`` may be on meta.
+def training_flops_per_token(config: PretrainedConfig, seq_len: int) -> float:
+    """FLOPs of the forward and backward pass of one token in samples of ``seq_len``.
 
-    ``model`` must be whole: count before it is cut or sharded.
+    Counted on a whole model of that configuration on the meta device, so whatever the caller's own was cut into.
     """
-    return 6.0 * active_matmul_parameters(model) + attention_flops_per_token(model, seq_len)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    return 6.0 * active_matmul_parameters(whole) + attention_flops_per_token(config, seq_len)
 
 
 def active_matmul_parameters(model: PreTrainedModel) -> int:
@@ -81,9 +86,9 @@ def active_matmul_parameters(model: PreTrainedModel) -> int:
     return total
 
 
-def attention_flops_per_token(model: PreTrainedModel, seq_len: int) -> float:
+def attention_flops_per_token(config: PretrainedConfig, seq_len: int) -> float:
     """Causal scores and values, forward and backward."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 12.0 * config.num_hidden_layers * heads * head_dim * seq_len / 2
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 12.0 * text.num_hidden_layers * heads * head_dim * seq_len / 2

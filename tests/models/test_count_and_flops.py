@@ -16,7 +16,7 @@ from mgpu_pipe.models.count import count_parameters
 from mgpu_pipe.models.flops import (
     active_matmul_parameters,
     attention_flops_per_token,
-    known_gpu_peak_flops,
+    known_gpu_peak,
     training_flops_per_token,
 )
 from tests.models.tiny import tiny_model
@@ -84,8 +84,8 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     counter = FlopCounterMode(display=False)
     with counter:
         real(input_ids=torch.arange(3, 3 + length)[None], use_cache=False).logits.sum().backward()
-    ours = training_flops_per_token(real, length) * length
-    attention = attention_flops_per_token(real, length) * length
+    ours = training_flops_per_token(real.config, length) * length
+    attention = attention_flops_per_token(real.config, length) * length
     # Torch counts the whole square of scores, not the causal half; norms and biases are in our 6N, not in its matmuls.
     assert counter.get_total_flops() == pytest.approx(ours + attention, rel=0.02)
 
@@ -117,5 +117,5 @@ def test_active_parameters_leave_out_lookups_and_idle_experts() -> None:
     ],
 )
 def test_peaks(name: str, bf16: float | None, fp32: float | None) -> None:
-    assert known_gpu_peak_flops(name, "bf16") == bf16
-    assert known_gpu_peak_flops(name, "fp32") == fp32
+    assert known_gpu_peak(name, "bf16") == bf16
+    assert known_gpu_peak(name, "fp32") == fp32

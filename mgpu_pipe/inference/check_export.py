@@ -1,0 +1,37 @@
+"""``python -m mgpu_pipe.inference.check_export FOLDER PROBE``: does the folder give the logits of the probe?
+
+Run in a process of its own, so that nothing of the exporting one can help: only transformers and the files.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest difference of a logit, relative to the largest logit: rounding of that type over a model's depth."""
+
+
+def main(folder: str, probe_file: str) -> int:
+    probe = load_file(probe_file)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True
+    )
+    amiss = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+    if amiss:
+        print(f"tensors do not match the configuration: {amiss[:3]}", file=sys.stderr)
+        return 1
+    with torch.no_grad():
+        logits = model.eval()(input_ids=probe["input_ids"], use_cache=False).logits.float()
+    error = ((logits - probe["logits"]).abs().max() / probe["logits"].abs().max().clamp_min(1e-12)).item()
+    if not error <= TOLERANCE[model.dtype]:
+        print(f"logits differ by {error:.1e} of the largest", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -1,0 +1,215 @@
+"""The verbs ``eval``, ``generate`` and ``export``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError
+from mgpu_pipe.inference.load import LoadedRun, load_run, newest_run
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.prepare import PreparedData
+
+FOLDER_HELP = "run's, step's or Hugging Face model's folder; default: the newest run under outputs/"
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE ...]``: held-out loss and perplexity, weights in fp32."""
+    parser = _parser("eval", "Held-out loss and perplexity, with the run's frozen configuration.")
+    parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="other data than the run's")
+    return _told(lambda: _evaluate(_folder_first(parser, argv)))
+
+
+def generate(argv: Sequence[str]) -> int:
+    """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation."""
+    parser = _parser("generate", "Continue prompts.")
+    parser.add_argument("--prompt", action="append", help="text to continue; repeatable; default: standard input")
+    parser.add_argument("--max-new-tokens", type=_positive_int, default=64)
+    parser.add_argument("--temperature", type=_non_negative, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=_positive_int, help="draw among so many likeliest tokens")
+    parser.add_argument("--top-p", type=_share, help="draw among the likeliest tokens of this total probability")
+    parser.add_argument("--seed", type=int, default=0)
+    return _told(lambda: _generate(parser.parse_args(argv)))
+
+
+def export(argv: Sequence[str]) -> int:
+    """``mgpu-pipe export [FOLDER] --out FOLDER``: a Hugging Face folder, proved to load before it gets its name."""
+    parser = _parser("export", "Write a Hugging Face model folder.")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="type of the weights")
+    parser.add_argument("--force", action="store_true", help="replace an existing model folder")
+    return _told(lambda: _export(parser.parse_args(argv)))
+
+
+def _parser(verb: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"mgpu-pipe {verb}", description=description, allow_abbrev=False)
+    parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
+    parser.add_argument("--device", default="auto", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")
+    return parser
+
+
+def _folder_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse, with a first argument like ``data.x=1`` taken for an override, not for the folder."""
+    parsed = parser.parse_args(argv)
+    if parsed.folder is not None and "=" in str(parsed.folder) and not parsed.folder.exists():
+        parsed.overrides = [str(parsed.folder), *parsed.overrides]
+        parsed.folder = None
+    return parsed
+
+
+def _told(action: Callable[[], None]) -> int:
+    """Run; a user's error becomes one line on stderr and its exit code."""
+    try:
+        action()
+    except MgpuError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return EXIT_OK
+
+
+def _open(arguments: argparse.Namespace) -> LoadedRun:
+    _quiet()
+    folder = arguments.folder if arguments.folder is not None else newest_run()
+    return load_run(folder, _device(arguments.device))
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise BadInputError(f"--device={wanted}: no such device; use auto, cpu or cuda") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadInputError(f"--device={wanted}: there are {torch.cuda.device_count()} GPUs; use auto or cpu")
+    return wanted
+
+
+def _quiet() -> None:
+    """No progress bars or advice from transformers among this program's own output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.data.loader import evaluation_windows
+    from mgpu_pipe.inference.evaluate import evaluate_windows
+    from mgpu_pipe.topology import BatchPlan
+
+    run = _open(arguments)
+    config = _evaluation_config(run, arguments.overrides)
+    prepared = _prepared(run, config)
+    windows = evaluation_windows(config, prepared, BatchPlan.resolve(config.data, 1), 0)
+    if not len(windows):
+        raise ConfigError(
+            "data.validation_fraction", config.data.validation_fraction,
+            "set it above 0, or give held-out files by data.validation_paths", "nothing is held out",
+        )
+    result = evaluate_windows(run.model, windows)
+    print(f"loss        {result.loss:.6f} nats a token")
+    print(f"perplexity  {result.perplexity:.3f}")
+    if prepared.unigram_perplexity is not None:
+        print(f"unigram     {prepared.unigram_perplexity:.3f} (perplexity of the token frequencies alone)")
+    print(f"over        {result.tokens} tokens of {result.samples} held-out samples, in fp32")
+    print(f"weights     {run.source}")
+
+
+def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration with the data overrides applied; for a model folder, the default data."""
+    from mgpu_pipe.config.compose import compose
+
+    strange = [text for text in overrides if not text.lstrip("+").startswith(("data.", "data="))]
+    if strange:
+        raise BadInputError(f"{strange[0]}: eval takes data overrides only, e.g. data.validation_paths=[held_out.txt]")
+    if run.config is None:
+        return compose(["model=hf", f"model.path={run.source.absolute()}", *overrides])[0]
+    return replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
+
+
+def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
+    """``data`` with the keys that ``overrides`` name, composed by Hydra like those of a training run."""
+    from mgpu_pipe.config.compose import compose
+
+    composed = compose(list(overrides))[0].data
+    keys = {text.lstrip("+").split("=")[0] for text in overrides}
+    named = {key.split(".")[1] for key in keys - {"data"}}
+    if "data" in keys:  # another source: only what the model was trained to stays
+        named = {field.name for field in fields(DataConfig)} - ({"seq_len", "tokenizer"} - named)
+    return replace(data, **{name: getattr(composed, name) for name in named})
+
+
+def _prepared(run: LoadedRun, config: RunConfig) -> PreparedData:
+    """The data, tokenised as the run's was: by the tokenizer that the run keeps, where another would come out."""
+    from mgpu_pipe.data.prepare import prepare
+
+    kept = run.tokenizer_folder
+    changed = run.config is None or config is not run.config
+    if not changed or kept is None:
+        prepared = prepare(config)
+        if kept is None or _same_tokenizer(prepared.tokenizer_folder, kept):
+            return prepared
+    return prepare(replace(config, data=replace(config.data, tokenizer=str(kept.absolute()))))
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    files = [folder / "tokenizer.json" for folder in (one, other)]
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.generation import generate_text
+
+    prompts = arguments.prompt
+    if prompts is None:
+        if sys.stdin.isatty():
+            raise BadInputError("--prompt: give a text to continue, or pipe one into standard input")
+        prompts = [sys.stdin.read().removesuffix("\n")]
+    run = _open(arguments)
+    texts = generate_text(
+        run.model, run.tokenizer(), prompts, max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed,
+    )  # fmt: skip
+    for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        if number:
+            print("---")
+        print(prompt + text)
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.export import export_folder
+
+    arguments.device = "cpu"
+    run = _open(arguments)
+    out = export_folder(run, arguments.out.expanduser(), arguments.dtype, arguments.force)
+    print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")
+    print(f'load it: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
+    if run.tokenizer_folder is None:
+        print("no tokenizer was kept beside the weights; add the one it was trained with")
+
+
+def _positive_int(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def _non_negative(text: str) -> float:
+    if not (value := float(text)) >= 0:
+        raise ValueError(text)
+    return value
+
+
+def _share(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise ValueError(text)
+    return value

@@ -1,0 +1,99 @@
+"""Writes a run's weights as a plain Hugging Face folder, and shows that they load before giving it its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mgpu_pipe.errors import BadInputError, MgpuError
+from mgpu_pipe.inference.load import LoadedRun
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PROBE_ROWS, PROBE_TOKENS = 2, 32
+Dtype = Literal["fp32", "bf16"]
+
+
+def export_folder(run: LoadedRun, out: Path, dtype: Dtype = "fp32", force: bool = False) -> Path:
+    """Write ``out``; what was there before stays until the new folder is proved.
+
+    Args:
+        run: loaded on CPU; its parameters are cast in place to ``dtype``.
+        force: replace an existing model folder.
+
+    Raises:
+        BadInputError: ``out`` exists (without ``force``, or is no model folder), or cannot be written.
+        MgpuError: the folder written does not give the same logits.
+    """
+    import torch
+
+    from mgpu_pipe.models.save import save_pretrained_folder
+
+    _check_target(out, force)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
+    try:
+        save_pretrained_folder(run.model, run.tokenizer_folder, partial, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        _prove(run.model, partial)
+        _put_in_place(partial, out)
+    except OSError as error:
+        raise MgpuError(f"--out={out}: writing failed ({error.strerror or error}); free some space and try again") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _check_target(out: Path, force: bool) -> None:
+    if not out.exists():
+        return
+    if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
+        raise BadInputError(f"--out={out}: exists and is no model folder; choose another folder")
+    if any(out.iterdir()) and not force:
+        raise BadInputError(f"--out={out}: exists already; choose another folder, or replace it with --force")
+
+
+def _prove(model: PreTrainedModel, folder: Path) -> None:
+    """Have a fresh process load the folder and compare its logits with the model's."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, use_cache=False).logits.float().contiguous()
+    package = Path(__file__).parents[2]
+    paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
+    with tempfile.TemporaryDirectory() as scratch:
+        probe = Path(scratch) / "probe.safetensors"
+        save_file({"input_ids": ids, "logits": logits}, probe)
+        done = subprocess.run(
+            [sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder), str(probe)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise MgpuError(f"the exported folder failed its check and was removed: {last}")
+
+
+def _put_in_place(partial: Path, out: Path) -> None:
+    if not out.exists():
+        partial.rename(out)
+        return
+    old = out.with_name(out.name + ".old")
+    if old.exists():
+        shutil.rmtree(old)
+    out.rename(old)
+    partial.rename(out)
+    shutil.rmtree(old)

@@ -1,0 +1,109 @@
+"""Continues prompts with a causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mgpu_pipe.errors import BadInputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a folder keeps.
+
+    Raises:
+        BadInputError: transformers cannot load it.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if (folder / "config.json").is_file():
+            loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        else:
+            loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInputError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
+    tokenizer: PreTrainedTokenizerBase = loaded
+    return tokenizer
+
+
+def generate_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | Path,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """The continuation of each prompt, without the prompt.
+
+    Args:
+        tokenizer: or the folder that keeps it.
+        temperature: 0 always takes the likeliest token.
+        top_k, top_p: draw among the likeliest only; None does not restrict.
+        seed: of the draws; each prompt has its own stream, so its continuation does not depend on the others. The
+            process's random state is left as it was.
+
+    Raises:
+        BadInputError: a prompt that fills the model's context.
+    """
+    if isinstance(tokenizer, Path):
+        tokenizer = load_tokenizer(tokenizer)
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            return [
+                _continue(model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number)
+                for number, prompt in enumerate(prompts)
+            ]
+    finally:
+        model.train(was_training)
+
+
+def _continue(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, temperature: float,
+    top_k: int | None, top_p: float | None, seed: int,
+) -> str:
+    from transformers import GenerationConfig
+
+    ids = _encode(tokenizer, prompt)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = max_new_tokens if context is None else min(max_new_tokens, context - len(ids))
+    if room < 1:
+        raise BadInputError(f"prompt of {len(ids)} tokens: the model's context is {context}; give a shorter prompt")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+    end = tokenizer.eos_token_id
+    settings = GenerationConfig(
+        max_new_tokens=room, eos_token_id=end, pad_token_id=end if end is not None else 0, use_cache=True, **sampling
+    )
+    torch.manual_seed(seed)
+    given = torch.tensor([ids], device=next(model.parameters()).device)
+    made = model.generate(given, generation_config=settings, attention_mask=torch.ones_like(given))[0]  # type: ignore[operator]
+    shown = tokenizer.decode(ids, skip_special_tokens=True)
+    text: str = tokenizer.decode(made, skip_special_tokens=True)
+    # Decoding the new tokens alone would lose the space that many tokenizers put before a word.
+    return text[len(shown) :] if text.startswith(shown) else tokenizer.decode(made[len(ids) :], skip_special_tokens=True)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of the prompt; an empty one begins like a document, after the token that ends the one before."""
+    ids: list[int] = list(tokenizer(prompt)["input_ids"])
+    if ids:
+        return ids
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise BadInputError("empty prompt: the tokenizer has no token that begins a text; give a prompt")
+    return [int(start)]
