@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigErrors, MgpuError
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from mgpu_pipe.config.compose import Composition
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.config.schema import RunConfig
 
 PROGRAM = "mgpu-pipe"
+Job = Callable[["Composition"], int]
 WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
 
 
@@ -58,8 +61,8 @@ def _unknown_verb(word: str) -> BadInputError:
     return BadInputError(f"{PROGRAM} {word}: no such verb; {choose_from(word, VERBS)}; overrides are written key=value")
 
 
-def _composed(verb: str, words: list[str], job: Callable[[Composition], int]) -> int:
-    """Compose ``words`` and run ``job``: once, or for every run of a sweep."""
+def _composed(words: list[str], job: Job, after_sweep: Callable[[], None] | None = None) -> int:
+    """Compose ``words`` and run ``job``: once, or for every run of a sweep, and then ``after_sweep``."""
     from mgpu_pipe.config import hydra_cli
 
     parsed = hydra_cli.parse(words)
@@ -70,10 +73,13 @@ def _composed(verb: str, words: list[str], job: Callable[[Composition], int]) ->
         composition = hydra_cli.compose_one(parsed)
         if not composition.multirun:
             return job(composition)
-    return _sweep(verb, parsed, job)
+    code = _sweep(parsed, job)
+    if after_sweep is not None:
+        after_sweep()
+    return code
 
 
-def _sweep(verb: str, parsed: object, job: Callable[[Composition], int]) -> int:
+def _sweep(parsed: Namespace, job: Job) -> int:
     """Run the jobs of a sweep one after another; a failure is reported and the others go on."""
     from mgpu_pipe.config import hydra_cli
     from mgpu_pipe.errors import ConfigError
@@ -99,16 +105,8 @@ def _sweep(verb: str, parsed: object, job: Callable[[Composition], int]) -> int:
             traceback.print_exc()
             codes.append(EXIT_FAILURE)
 
-    hydra_cli.sweep(parsed, one)  # type: ignore[arg-type]
-    if verb == "train" and _folders:
-        from mgpu_pipe.report.tables import runs_table
-
-        runs_table(list(_folders))
+    hydra_cli.sweep(parsed, one)
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
-
-
-_folders: list[RunPaths] = []
-"""Folders of the runs of this process, for the table after a sweep."""
 
 
 def _checked(composition: Composition) -> RunConfig:
@@ -129,6 +127,7 @@ def _checked(composition: Composition) -> RunConfig:
 def _train(words: list[str]) -> int:
     """Compose once, check, and hand over to the launcher."""
     command = [PROGRAM, *words]
+    runs: list[RunPaths] = []
 
     def job(composition: Composition) -> int:
         config = _checked(composition)
@@ -136,10 +135,16 @@ def _train(words: list[str]) -> int:
         from mgpu_pipe.launch.local import launch
 
         result = launch(config, composition.overrides, command)
-        _folders.append(RunPaths(result.folder))
+        runs.append(RunPaths(result.folder))
         return result.exit_code
 
-    return _composed("train", words, job)
+    def table() -> None:
+        if runs:
+            from mgpu_pipe.report.tables import runs_table
+
+            runs_table(runs)
+
+    return _composed(words, job, after_sweep=table)
 
 
 def _check(words: list[str]) -> int:
@@ -150,7 +155,7 @@ def _check(words: list[str]) -> int:
         _print_rows(overview(config))
         return EXIT_OK
 
-    return _composed("check", words, job)
+    return _composed(words, job)
 
 
 def _print_rows(rows: list[tuple[str, str]]) -> None:
@@ -173,7 +178,7 @@ def _verify(words: list[str]) -> int:
 
         return verify(config, composition.overrides)
 
-    return _composed("verify", words, job)
+    return _composed(words, job)
 
 
 def _eval(words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The safe build of `_target_` leaves. Oracle: Python's own issubclass and signatures, and files that must not appear."""
+"""The safe build of `_target_` leaves. Oracle: Python's own issubclass and signatures; a file that must not appear."""
 
 from __future__ import annotations
 
@@ -167,5 +167,6 @@ def test_a_constructors_own_refusal_is_one_line():
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(2))
+    leaf = {"_target_": "torch.optim.SGD", "momentum": -1.0}
     with pytest.raises(ConfigErrors, match="Invalid momentum value"):
-        build({"_target_": "torch.optim.SGD", "momentum": -1.0}, OPTIMIZER_BASE, "optimizer", params=[parameter], lr=1.0)
+        build(leaf, OPTIMIZER_BASE, "optimizer", params=[parameter], lr=1.0)

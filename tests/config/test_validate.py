@@ -81,7 +81,8 @@ def test_each_fault_is_one_line_with_key_and_fix(overrides: list[str], said: str
 
 
 def test_faults_of_all_kinds_come_together():
-    composition = compose_checked([CPU, "trainer.devcies=4", "optimizer.lr=-1", "model.config.hiden_size=3", "data=jsonl"])
+    wrong = ["trainer.devcies=4", "optimizer.lr=-1", "model.config.hiden_size=3", "data=jsonl"]
+    composition = compose_checked([CPU, *wrong])
     found = [str(error).split("=")[0] for error in preflight_errors(composition.config, composition.errors)]
     assert found == ["trainer.devcies", "optimizer.lr", "data.paths", "model.config.hiden_size"]
 
@@ -132,7 +133,7 @@ def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
 
 def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):
     gpus(2)
-    with pytest.raises(ConfigErrors, match="this machine has 2 GPUs to use; use at most 2, or trainer.accelerator=cpu"):
+    with pytest.raises(ConfigErrors, match="this machine has 2 GPUs to use; use at most 2, or"):
         preflight(compose(["strategy=ddp", "trainer.devices=4"])[0])
     preflight(compose(["strategy=ddp", "trainer.devices=4", CPU])[0])
     gpus(0)
@@ -143,7 +144,9 @@ def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):
 @pytest.mark.parametrize(
     ("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("3", 1), ("0,9,1", 1), ("0,0", 0), ("GPU-a,GPU-b", 2)]
 )
-def test_visible_devices_are_counted_as_cuda_counts_them(gpus, monkeypatch: pytest.MonkeyPatch, visible: str, count: int):
+def test_visible_devices_are_counted_as_cuda_counts_them(
+    gpus, monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+):
     gpus(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert hardware.gpu_count() == count

@@ -1,0 +1,258 @@
+"""The command line as users meet it: real processes, their output, exit codes and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe import cli
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import EXIT_STOPPED, DataError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+def mgpu_pipe(*arguments: str, folder: Path, path: Path = ROOT, **environment: str) -> Done:
+    """Run the program in ``folder``."""
+    variables = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-m", "mgpu_pipe", *arguments], cwd=folder, env=variables, capture_output=True, text=True,
+        timeout=120, check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path):
+    done = mgpu_pipe("check", "experiment=quickstart", "trainer.accelerator=cpu", folder=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "llama_small (llama), 8.4M parameters" in done.out
+    assert "ddp, 2 CPU processes: dp_replicate=2" in done.out
+    assert "16 samples = 2 x 1 micro-batches x 8; 4,096 tokens a step" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("overrides", [["experiment=quickstart"], ["model=mixtral_tiny", "strategy=ddp"],
+                                       ["callbacks=early_stopping", "model.config.vocab_size=512"]])
+def test_check_never_imports_torch(tmp_path: Path, overrides: list[str]):
+    program = textwrap.dedent(f"""
+        import sys
+        from mgpu_pipe.cli import main
+        assert main(["check", *{overrides!r}]) == 0
+        print(sorted({{"torch", "transformers", "pytorch_lightning", "pyarrow", "tokenizers"}} & set(sys.modules)))
+    """)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
+    done = mgpu_pipe("trainer.devcies=4", "+trainer.max_stepps=3", "strategy=dpp", "data.seq_len=long",
+                     "optimizer._target_=os.system", folder=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    lines = done.err.splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "error: trainer.devcies", "error: trainer.max_stepps", "error: strategy", "error: data.seq_len",
+        "error: optimizer._target_",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["chekc"], "no such verb; did you mean check?"),
+        (["."], "say what to do with it, e.g. mgpu-pipe eval ."),
+        (["check", "--bogus"], "unrecognized arguments: --bogus"),
+        (["check", "--config-name", "nothing"], "Cannot find primary config 'nothing'"),
+        (["check", "--config-dir", "nothing"], "--config-dir nothing: no such folder"),
+        (["--cfg", "job", "strategy=dpp"], "did you mean ddp?"),
+        (["-m", "strategy=ddp,dpp"], "strategy=dpp: no such option; did you mean ddp?"),
+        (["ls", "modle"], "no such group; did you mean model?"),
+        (["schema", "x"], "takes nothing"),
+    ],
+)
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_hydras_own_flags_work(tmp_path: Path):
+    shown = mgpu_pipe("--cfg", "job", "strategy=ddp", "trainer.devices=3", folder=tmp_path)
+    assert shown.code == 0
+    assert "dp_replicate: auto" in shown.out
+    assert "devices: 3" in shown.out
+    help_text = mgpu_pipe("--help", folder=tmp_path)
+    assert help_text.code == 0
+    assert "strategy: ddp, single" in help_text.out
+    assert "mgpu-pipe check experiment=quickstart" in help_text.out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("mgpu-pipe strategy=", {"strategy=ddp", "strategy=single"}),
+        ("mgpu-pipe check trainer.max_", {"trainer.max_steps=", "trainer.max_epochs="}),
+        ("mgpu-pipe nonsense.", set()),
+    ],
+)
+def test_completion(tmp_path: Path, line: str, offered: set[str]):
+    done = mgpu_pipe("-sc", "query=bash", folder=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert (done.code, done.err) == (0, "")
+    assert set(done.out.split()) == offered
+
+
+def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["ls", "strategy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "strategy"
+    assert lines[1].startswith("    ddp     Data parallelism")
+    assert lines[2].startswith("  * single  One process")
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["properties"]["trainer"]["properties"]["devices"]["default"] == "auto"
+
+
+def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path):
+    command = f"{sys.executable} -m mgpu_pipe schema | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@dataclass
+class Result:
+    status: str
+    exit_code: int
+    folder: Path
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A launcher that starts no processes: what the command line hands over is what is tested here."""
+    import types
+
+    seen: list[RunConfig] = []
+    ends: dict[int, int | Exception] = {}
+    tables: list[list[RunPaths]] = []
+
+    def launch(config: RunConfig, overrides: list[str], command: list[str]) -> Result:
+        assert command[0] == "mgpu-pipe"
+        seen.append(config)
+        end = ends.get(len(seen), 0)
+        if isinstance(end, Exception):
+            raise end
+        return Result("finished", end, tmp_path / f"run{len(seen)}")
+
+    local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.report.tables")
+    local.launch, shown.runs_table = launch, tables.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.local", local)
+    monkeypatch.setitem(sys.modules, "mgpu_pipe.report.tables", shown)
+    monkeypatch.chdir(tmp_path)
+    return seen, ends, tables
+
+
+def test_train_hands_over_the_checked_configuration(launched):
+    seen, ends, _ = launched
+    ends[1] = EXIT_STOPPED
+    assert cli.main(["model=llama_tiny", "seed=5"]) == EXIT_STOPPED
+    assert cli.main(["train", "model=llama_tiny", "seed=6"]) == 0
+    assert [config.seed for config in seen] == [5, 6]
+
+
+def test_a_sweep_runs_every_job_and_shows_one_table(launched, tmp_path: Path):
+    seen, _, tables = launched
+    words = ["strategy=ddp", "trainer.devices=1,2", "optimizer.lr=1e-3,3e-4", "trainer.accelerator=cpu"]
+    assert cli.main(["-m", *words]) == 0
+    assert [(config.trainer.devices, config.optimizer.lr) for config in seen] == [
+        (1, 1e-3), (1, 3e-4), (2, 1e-3), (2, 3e-4)
+    ]
+    assert [[paths.root.name for paths in table] for table in tables] == [["run1", "run2", "run3", "run4"]]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["outputs"]
+    assert [entry.name for entry in (tmp_path / "outputs").iterdir()] == ["multirun"]
+
+
+def test_a_failed_job_is_reported_and_the_others_go_on(launched, capsys: pytest.CaptureFixture[str]):
+    seen, ends, tables = launched
+    ends[1] = DataError("corpus.txt: is empty")
+    words = ["strategy=ddp", "trainer.devices=1,3,2", "seed=1", "trainer.accelerator=cpu"]
+    assert cli.main([*words, "-m"]) == 2
+    assert [config.trainer.devices for config in seen] == [1, 2]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert errors[0] == "error: corpus.txt: is empty"
+    assert errors[1].startswith("error: data.global_batch_size=32: not divisible by the 3")
+    assert [len(table) for table in tables] == [1]
+
+
+def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: pytest.CaptureFixture[str]):
+    seen, ends, _ = launched
+    ends.update({1: 1, 2: EXIT_STOPPED})
+    assert cli.main(["-m", "seed=1,2,3"]) == 1
+    assert [config.seed for config in seen] == [1, 2]
+    assert "run 3: not started" in capsys.readouterr().err
+
+
+def test_a_given_run_folder_is_refused_in_a_sweep(launched, capsys: pytest.CaptureFixture[str]):
+    seen, _, _ = launched
+    assert cli.main(["-m", "seed=1,2", "run.dir=here"]) == 2
+    assert seen == []
+    assert "run.dir=here: leave it out with -m" in capsys.readouterr().err
+
+
+def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
+    package = tmp_path / "site"
+    (package / "plug" / "conf" / "data").mkdir(parents=True)
+    (package / "plug" / "__init__.py").write_text("raise RuntimeError('check imported the plug-in')\n")
+    (package / "plug" / "conf" / "data" / "poems.yaml").write_text("# Poems.\nsource: poems\n")
+    (package / "plug-1.0.dist-info").mkdir()
+    (package / "plug-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
+    (package / "plug-1.0.dist-info" / "entry_points.txt").write_text("[mgpu_pipe.data]\npoems = plug:poems\n")
+    search_path = f"hydra.searchpath=[file://{package}/plug/conf]"
+    path = f"{ROOT}{os.pathsep}{package}"
+    done = mgpu_pipe("check", search_path, "data=poems", folder=tmp_path, PYTHONPATH=path)
+    assert (done.code, done.err) == (0, "")
+    assert "poems (plug-in)" in done.out
+    done = mgpu_pipe("check", search_path, "data.source=poms", folder=tmp_path, PYTHONPATH=path)
+    assert "data.source=poms: did you mean poems?" in done.err
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_conf_tree_and_runs_from_any_folder(tmp_path: Path):
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in ("mgpu_pipe", "conf", "pyproject.toml"):
+        subprocess.run(["cp", "-r", str(ROOT / name), str(sources)], check=True)
+    (sources / "README.md").write_text("x")
+    program = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
+    build = [sys.executable, "-c", program, str(tmp_path)]
+    wheel = subprocess.run(build, cwd=sources, capture_output=True, text=True, check=True).stdout.split()[-1]
+    with zipfile.ZipFile(tmp_path / wheel) as archive:
+        shipped = {name for name in archive.namelist() if name.startswith("mgpu_pipe/conf/")}
+        archive.extractall(tmp_path / "installed")
+    assert shipped == {f"mgpu_pipe/conf/{file.relative_to(ROOT / 'conf')}" for file in (ROOT / "conf").rglob("*.yaml")}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = mgpu_pipe("check", "experiment=quickstart", folder=elsewhere, path=tmp_path / "installed")
+    assert (done.code, done.err) == (0, "")
