@@ -58,9 +58,13 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
             *_model_choice(config), *_missing_paths(config)]
 
 
-def relation_errors(config: RunConfig) -> list[BadInputError]:
-    """Keys that contradict one another, or this machine."""
-    return [*_device_errors(config), *_length_errors(config), *_schedule_errors(config), *_held_out_errors(config)]
+def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputError]:
+    """Keys that contradict one another, or this machine.
+
+    Args:
+        joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
+    """
+    return [*_device_errors(config, joined), *_length_errors(config), *_schedule_errors(config), *_held_out_errors(config)]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
@@ -166,7 +170,7 @@ def _model_choice(config: RunConfig) -> list[ConfigError]:
     return []
 
 
-def _device_errors(config: RunConfig) -> list[ConfigError]:
+def _device_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
     trainer = config.trainer
     if device_type(config) == "cpu":
         return []
@@ -174,7 +178,7 @@ def _device_errors(config: RunConfig) -> list[ConfigError]:
     if gpus == 0:
         fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
         return [ConfigError("trainer.accelerator", "cuda", fix, "torch can use no GPU here")]
-    if trainer.devices != "auto" and trainer.devices > gpus:
+    if not joined and trainer.devices != "auto" and trainer.devices > gpus:
         fix = f"use at most {gpus}, or trainer.accelerator=cpu"
         return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]
     return []

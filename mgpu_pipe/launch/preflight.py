@@ -17,7 +17,6 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolder
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 STRATEGIES = "this version has strategy=single and strategy=ddp"
-JOINED = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
     if "data" not in wrong_sections:
         found += _collected(lambda: _check_data(config))
     if not known:
-        found += relation_errors(config)
+        found += relation_errors(config, joined=_joined())
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
@@ -178,7 +177,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 
 def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
     """The run's folder can be made, and is not another run's. In a joined world rank 0's launch looks itself."""
-    if all(name in os.environ for name in JOINED):
+    if _joined():
         return []
     run = config.run
     key, given = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
@@ -198,6 +197,15 @@ def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
             f"run.dir={run.dir}: the folder is not empty; go on in it with checkpoint.resume=auto, or choose another"
         )]
     return []
+
+
+def _joined() -> bool:
+    """Whether torchrun or srun started this process as one rank of a world."""
+    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
+        return False  # the usual case, without the import
+    from mgpu_pipe.launch.join import existing_world
+
+    return bool(existing_world(os.environ))
 
 
 def _notices(config: RunConfig) -> list[Notice]:
