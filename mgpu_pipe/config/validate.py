@@ -64,7 +64,8 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
     Args:
         joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
     """
-    return [*_device_errors(config, joined), *_length_errors(config), *_schedule_errors(config), *_held_out_errors(config)]
+    return [*_device_errors(config, joined), *_length_errors(config), *_schedule_errors(config),
+            *_held_out_errors(config)]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
