@@ -6,6 +6,7 @@ Run in a process of its own, so that nothing of the exporting one can help: only
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -17,9 +18,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 def main(folder: str, probe_file: str) -> int:
     probe = load_file(probe_file)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True
     )
+    model, info = loaded
     amiss = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
     if amiss:
         print(f"tensors do not match the configuration: {amiss[:3]}", file=sys.stderr)

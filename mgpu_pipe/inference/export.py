@@ -32,6 +32,7 @@ def export_folder(run: LoadedRun, out: Path, dtype: Dtype = "fp32", force: bool 
         MgpuError: the folder written does not give the same logits.
     """
     import torch
+    from safetensors import SafetensorError
 
     from mgpu_pipe.models.save import save_pretrained_folder
 
@@ -44,11 +45,12 @@ def export_folder(run: LoadedRun, out: Path, dtype: Dtype = "fp32", force: bool 
     except OSError as error:
         raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
     try:
-        save_pretrained_folder(run.model, run.tokenizer_folder, partial, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
+        save_pretrained_folder(run.model, run.tokenizer_folder, partial, weights_type)
         _prove(run.model, partial)
         _put_in_place(partial, out)
-    except OSError as error:
-        raise MgpuError(f"--out={out}: writing failed ({error.strerror or error}); free some space and try again") from error
+    except (OSError, SafetensorError) as error:
+        raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out

@@ -92,10 +92,12 @@ def _continue(
     torch.manual_seed(seed)
     given = torch.tensor([ids], device=next(model.parameters()).device)
     made = model.generate(given, generation_config=settings, attention_mask=torch.ones_like(given))[0]  # type: ignore[operator]
-    shown = tokenizer.decode(ids, skip_special_tokens=True)
-    text: str = tokenizer.decode(made, skip_special_tokens=True)
+    shown = str(tokenizer.decode(ids, skip_special_tokens=True))
+    text = str(tokenizer.decode(made, skip_special_tokens=True))
     # Decoding the new tokens alone would lose the space that many tokenizers put before a word.
-    return text[len(shown) :] if text.startswith(shown) else tokenizer.decode(made[len(ids) :], skip_special_tokens=True)
+    if text.startswith(shown):
+        return text[len(shown) :]
+    return str(tokenizer.decode(made[len(ids) :], skip_special_tokens=True))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

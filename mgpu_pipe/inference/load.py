@@ -98,8 +98,9 @@ def _load_checkpoint(folder: Path, device: torch.device | str) -> LoadedRun:
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     reader.read(pieces, "model")
     run = step_folder.parents[1]
+    model.to(device)  # type: ignore[arg-type]
     return LoadedRun(
-        model.to(device).eval(), step_folder, _tokenizer_folder(RunPaths(run).tokenizer), config, reader.manifest.step
+        model.eval(), step_folder, _tokenizer_folder(RunPaths(run).tokenizer), config, reader.manifest.step
     )
 
 

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BY_POSITION_IDS = frozenset(
-    """arcee cohere cohere2 ernie4_5 ernie4_5_moe exaone4 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2
-    gpt_bigcode gpt_neo gpt_neox granite granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe llama
-    minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe
-    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2""".split()
-)
+    [
+        "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2",
+        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "granite",
+        "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2",
+        "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
+        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+        "stablelm", "starcoder2",
+    ]
+)  # fmt: skip
 """Families that keep restarted positions apart by themselves."""
 BY_MASK = frozenset(["biogpt", "falcon", "mpt", "opt", "xglm"])
 """Families that need the block-diagonal mask."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
         fields.update(read_config_json(Path(model.path).expanduser()))
         for remote in ("auto_map", "quantization_config"):
             fields.pop(remote, None)
-    model_type = fields.pop("model_type", None) or model.type
+    model_type = str(fields.pop("model_type", None) or model.type)
     for name, value in model.config.items():
         fields[name] = {**fields[name], **value} if _both_mappings(fields.get(name), value) else value
     try:
@@ -147,14 +146,16 @@ def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTraine
     check_model_folder(folder)
     config = model_config(model)
     meta = _build_meta(config, model)
-    loaded, info = type(meta).from_pretrained(
+    result: Any = type(meta).from_pretrained(
         str(folder), config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False,
         dtype=torch.float32, attn_implementation=meta.config._attn_implementation, output_loading_info=True,
         ignore_mismatched_sizes=True,
     )  # fmt: skip
+    loaded, info = result
     _check_loading(folder, info, set(tied_sources(loaded)))
     loaded.config.use_cache = False
-    return loaded.to(device).train()
+    trained: PreTrainedModel = loaded.to(device).train()
+    return trained
 
 
 def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
@@ -165,9 +166,8 @@ def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, attn_implementation=wanted, dtype=torch.float32)
     except ImportError as error:
-        raise ConfigError(
-            "model.attn_implementation", model.attn_implementation, "install that package or use auto", _first_line(error)
-        ) from error
+        fix = "install that package or use auto"
+        raise ConfigError("model.attn_implementation", model.attn_implementation, fix, _first_line(error)) from error
     except REFUSALS as error:
         if wanted is not None and "attention" in str(error).lower():
             raise ConfigError("model.attn_implementation", wanted, "use auto", _first_line(error)) from error
@@ -217,8 +217,8 @@ def _without_tying() -> Iterator[None]:
     from transformers import PreTrainedModel
 
     original = PreTrainedModel.tie_weights
-    PreTrainedModel.tie_weights = lambda self, *args, **kwargs: None
+    setattr(PreTrainedModel, "tie_weights", lambda self, *args, **kwargs: None)  # noqa: B010
     try:
         yield
     finally:
-        PreTrainedModel.tie_weights = original
+        setattr(PreTrainedModel, "tie_weights", original)  # noqa: B010

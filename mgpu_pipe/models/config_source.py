@@ -18,6 +18,7 @@ NO_DEFAULT = object()
 """Stands for a default that is not a literal."""
 BASE_CLASSES = {"PreTrainedConfig": "configuration_utils.py", "PretrainedConfig": "configuration_utils.py"}
 PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)|^\s*"([^"]+)":\s*"([^"]+)"', re.MULTILINE)
+NEXT_STATEMENT = re.compile(r"^[^\s)#]", re.MULTILINE)
 LOOKED_UP = re.compile(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"')
 
 
@@ -57,7 +58,8 @@ def auto_mapping(name: str) -> dict[str, str]:
         if path is None or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8")
-        for match in re.finditer(rf"^{name}\b(?:[^\n=]*=\s*OrderedDict|\.update)\((.*?)^\)", text, re.MULTILINE | re.DOTALL):
+        table = rf"^{name}\b(?:[^\n=]*=\s*OrderedDict|\.update)\((.*?)^\)"
+        for match in re.finditer(table, text, re.MULTILINE | re.DOTALL):
             for key, value, other_key, other_value in PAIR.findall(match.group(1)):
                 found[key or other_key] = value or other_value
         for match in re.finditer(rf"^{name} = OrderedDict\(\*\*\{{\"([^\"]+)\": \"([^\"]+)\"\}}", text, re.MULTILINE):
@@ -95,11 +97,15 @@ def rope_parameter_names() -> set[str]:
 def _class_node(file: Path, class_name: str) -> ast.ClassDef | None:
     """The class statement, parsed alone: the files around it are long."""
     text = file.read_text(encoding="utf-8")
-    match = re.search(rf"^class {class_name}\b.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
-    if match is None:
+    start = re.search(rf"^class {class_name}\b.*\n", text, re.MULTILINE)
+    if start is None:
         return None
-    parsed = ast.parse(match.group(0)).body[0]
-    return parsed if isinstance(parsed, ast.ClassDef) else None
+    end = NEXT_STATEMENT.search(text, start.end())
+    try:
+        statements = ast.parse(text[start.start() : end.start() if end else len(text)]).body
+    except SyntaxError:  # a text in the class goes on in the first column
+        statements = ast.parse(text).body
+    return next((one for one in statements if isinstance(one, ast.ClassDef) and one.name == class_name), None)
 
 
 def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:

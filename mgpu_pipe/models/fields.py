@@ -141,12 +141,13 @@ def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> lis
     heads, key_value, width = (fields.get(name) for name in names)
     heads_key, key_value_key, width_key = (f"model.config.{own_names.get(name, name)}" for name in names)
     errors: list[BadInputError] = []
-    if not _positive(heads):
+    if not isinstance(heads, int) or not _positive(heads):
         return errors
-    if _positive(key_value) and heads % key_value:
+    if isinstance(key_value, int) and _positive(key_value) and heads % key_value:
         reason = f"does not divide {heads_key}={heads}"
         errors.append(ConfigError(key_value_key, key_value, f"use a divisor of {heads}", reason))
-    if fields["model_type"] in WIDTH_IS_HEADS and _positive(width) and not fields.get("head_dim") and width % heads:
+    derived = fields["model_type"] in WIDTH_IS_HEADS and not fields.get("head_dim")
+    if derived and isinstance(width, int) and width % heads:
         reason = f"not a multiple of {heads_key}={heads}"
         errors.append(ConfigError(width_key, width, f"use {max(width // heads, 1) * heads}", reason))
     return errors
@@ -172,7 +173,10 @@ def _accepts(annotation: ast.expr, value: Any) -> bool:
                 return True
         elif name not in PRIMITIVES:
             return True
-        elif isinstance(value, PRIMITIVES[name]) and (name == "bool" or not isinstance(value, bool)):
+        elif isinstance(value, bool):
+            if name == "bool":
+                return True
+        elif isinstance(value, PRIMITIVES[name]):
             return True
     return False
 

@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def record_overwrite(self, function: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Record ``function(tensor, **kwargs, generator=...)``: identically distributed draws into all of ``tensor``."""
+        """Record ``function(tensor, **kwargs)``, which overwrites all of ``tensor`` with identically made values."""
         ref = self.ref(tensor)
         overwrites = {ref.storage} if self._covers(ref) else set()
         self._append(Operation(function, (ref,), dict(kwargs), [], set(), {ref.storage}, overwrites, True))

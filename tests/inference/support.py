@@ -16,7 +16,10 @@ from mgpu_pipe.models.build import build_meta, materialise
 from tests.models.tiny import tiny_model
 
 VOCABULARY = 300
-WORDS = "the quick brown fox jumps over the lazy dog while a small cat sleeps near an old oak tree ".split()
+WORDS = [
+    "the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "a", "small", "cat", "sleeps",
+    "near", "an", "old", "oak", "tree",
+]  # fmt: skip
 
 
 def write_texts(folder: Path, documents: int) -> Path:

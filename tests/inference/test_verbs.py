@@ -47,7 +47,8 @@ def test_a_run_a_step_and_a_model_folder_open(runs: dict[str, Run]) -> None:
     for family, (root, saved) in runs.items():
         for path in (root, root / "checkpoints" / "step-00000003"):
             loaded = load_run(path)
-            assert loaded.step == 3 and loaded.config is not None and loaded.config.seed == 11, family
+            assert loaded.config is not None
+            assert (loaded.step, loaded.config.seed) == (3, 11), family
             assert torch.equal(loaded.model(input_ids=ids).logits, saved(input_ids=ids).logits)
             assert loaded.tokenizer().eos_token == "<|endoftext|>"
 
@@ -60,7 +61,8 @@ def test_an_export_gives_the_same_logits_and_greedy_text(
     out = tmp_path / "exported"
     assert export([str(root), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert str(out) in printed and "from_pretrained" in printed
+    assert str(out) in printed
+    assert "from_pretrained" in printed
     model = AutoModelForCausalLM.from_pretrained(out, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     ids = tokenizer("the quick brown fox", return_tensors="pt")["input_ids"]
@@ -99,7 +101,8 @@ def test_an_export_that_cannot_be_written_is_one_line(
     (tmp_path / "file").write_text("")
     assert export([str(run[0]), "--out", str(tmp_path / "file" / "exported")]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot be written" in error
+    assert error.count("\n") == 1
+    assert "cannot be written" in error
 
 
 def plain_loss(root: Path, model: PreTrainedModel) -> tuple[float, int]:
@@ -174,7 +177,8 @@ def test_draws_are_seeded_and_leave_no_trace(run: Run) -> None:
     torch.manual_seed(1)
     model.train()
     both = generate_text(model, tokenizer, ["the", "fox"], max_new_tokens=8, seed=5)
-    assert model.training and torch.equal(torch.rand(2), expected)
+    assert model.training
+    assert torch.equal(torch.rand(2), expected)
     model.eval()
     assert generate_text(model, root / "tokenizer", ["the"], max_new_tokens=8, seed=5) == both[:1]
     assert generate_text(model, tokenizer, ["the"], max_new_tokens=8, seed=6) != both[:1]
@@ -187,7 +191,8 @@ def test_a_prompt_stays_inside_the_context(run: Run, capsys: pytest.CaptureFixtu
     assert generate_text(model, root / "tokenizer", ["fox " * 20], max_new_tokens=500)
     assert generate([str(root), "--prompt", long * 2]) == 2
     error = capsys.readouterr().err
-    assert "context is 64" in error and error.count("\n") == 1
+    assert "context is 64" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("verb", [evaluate, generate])
@@ -197,7 +202,8 @@ def test_folders_that_are_no_runs(verb, tmp_path: Path, capsys: pytest.CaptureFi
     for arguments in ([str(tmp_path)], [str(tmp_path / "nowhere")], []):
         assert verb([*arguments, *prompt]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
+        assert error.startswith("error: ")
+        assert error.count("\n") == 1
 
 
 def test_a_damaged_checkpoint_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

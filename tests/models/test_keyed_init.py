@@ -33,7 +33,7 @@ def test_statistics_and_buffers_are_those_of_an_ordinary_model(family: str) -> N
     assert [name for name, _ in model.named_parameters()] == list(expected)
     for name, parameter in model.named_parameters():
         want = expected[name]
-        assert parameter.dtype == torch.float32 and parameter.shape == want.shape, name
+        assert (parameter.dtype, parameter.shape) == (torch.float32, want.shape), name
         if want.numel() < 2:
             continue
         deviation, count = want.std().item(), want.numel()
@@ -141,7 +141,8 @@ def test_initialisations_that_torch_skips_on_meta_are_replayed() -> None:
     recipe = recipe_of(meta)
     truncated = recipe.draw("truncated", 1)
     oracle = nn.init.trunc_normal_(torch.empty(300, 400), std=0.5, a=-0.6, b=1.0)
-    assert truncated.min() >= -0.6 and truncated.max() <= 1.0
+    assert truncated.min() >= -0.6
+    assert truncated.max() <= 1.0
     assert truncated.std().item() == pytest.approx(oracle.std().item(), rel=0.02)
     orthogonal = recipe.draw("orthogonal", 1)
     torch.testing.assert_close(orthogonal @ orthogonal.T, torch.eye(16), atol=1e-5, rtol=0)
