@@ -46,7 +46,8 @@ def export_folder(run: LoadedRun, out: Path, dtype: Dtype = "fp32", force: bool 
         raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
     try:
         weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
-        save_pretrained_folder(run.model, run.tokenizer_folder, partial, weights_type)
+        from_scratch = run.config is not None and run.config.model.path is None
+        save_pretrained_folder(run.model, run.tokenizer_folder, partial, weights_type, from_scratch)
         _prove(run.model, partial)
         _put_in_place(partial, out)
     except (OSError, SafetensorError) as error:

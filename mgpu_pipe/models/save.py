@@ -21,7 +21,8 @@ TOKENIZER_FILES = (
 
 
 def save_pretrained_folder(
-    model: PreTrainedModel, tokenizer_folder: Path | None, out: Path, dtype: torch.dtype | None = None
+    model: PreTrainedModel, tokenizer_folder: Path | None, out: Path, dtype: torch.dtype | None = None,
+    adopt_special_tokens: bool = False,
 ) -> None:
     """Write configuration, safetensors weights (under Hugging Face's own names) and tokenizer into ``out``.
 
@@ -29,6 +30,8 @@ def save_pretrained_folder(
         model: whole, with real weights; its parameters are cast in place where ``dtype`` is given.
         tokenizer_folder: where the tokenizer's files lie; None writes none.
         dtype: type of the weights written; None keeps the model's.
+        adopt_special_tokens: write the tokenizer's special ids into the configurations, for a model that was not
+            made from a folder whose own configuration says where texts end.
     """
     if dtype is not None:
         with torch.no_grad():
@@ -40,7 +43,8 @@ def save_pretrained_folder(
         for name in TOKENIZER_FILES:
             if (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, out / name)
-        _adopt_special_tokens(out)
+        if adopt_special_tokens:
+            _adopt_special_tokens(out)
 
 
 @contextmanager

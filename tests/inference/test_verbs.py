@@ -65,6 +65,7 @@ def test_an_export_gives_the_same_logits_and_greedy_text(
     assert "from_pretrained" in printed
     model = AutoModelForCausalLM.from_pretrained(out, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
     ids = tokenizer("the quick brown fox", return_tensors="pt")["input_ids"]
     torch.testing.assert_close(model(ids).logits, saved(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
     greedy = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)[0]
