@@ -13,6 +13,9 @@ from mgpu_pipe.data.prepare import PreparedData, Split, open_packs
 from mgpu_pipe.data.token_store import TokenStore
 from mgpu_pipe.data.window import IGNORE_INDEX
 
+# Rows are filled in blocks whose intermediate arrays stay in the processor's cache.
+_BLOCK_TOKENS = 1 << 14
+
 
 @dataclass(frozen=True)
 class PackedDataset:
@@ -48,9 +51,27 @@ class PackedDataset:
         The label at the last position of a piece whose document goes on is the document's next token, which lies in
         another sample: a cut costs context, not labels.
         """
+        shape = (len(indices), self.seq_len)
+        input_ids, labels, position_ids = (np.empty(shape, np.int64) for _ in range(3))
+        step = max(1, _BLOCK_TOKENS // self.seq_len)
+        for begin in range(0, len(indices), step):
+            rows = slice(begin, begin + step)
+            self._fill(
+                indices[rows], input_ids[rows].reshape(-1), labels[rows].reshape(-1), position_ids[rows].reshape(-1)
+            )
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(position_ids),
+        }
+
+    def _fill(
+        self, indices: NDArray[np.int64], input_ids: NDArray[np.int64], labels: NDArray[np.int64],
+        position_ids: NDArray[np.int64],
+    ) -> None:
+        """Write the samples ``indices``, one after another, into arrays of ``len(indices) * seq_len`` elements."""
         rows = len(indices)
-        total = rows * self.seq_len
-        # Every sample ends with a run of padding (often of length 0), so that runs tile the batch.
+        # Every sample ends with a run of padding (often of length 0), so that runs tile the block.
         first = self.packs.offsets[indices]
         count = self.packs.offsets[indices + 1] - first
         chosen = ranges(first, count)
@@ -66,15 +87,13 @@ class PackedDataset:
         end = np.cumsum(length)
         begin = end - length
 
-        place = np.arange(total)
-        source = np.repeat(start - begin, length)
-        source += place
-        position_ids = np.repeat(begin, length)
-        np.subtract(place, position_ids, out=position_ids)
+        place = np.arange(len(input_ids))
+        np.subtract(place, np.repeat(begin, length), out=position_ids)
+        source = np.repeat(start, length)
+        source += position_ids
         tokens = self.store.tokens
         # Padding reads from the file's start and may run past the end of a small file: clipped, then overwritten.
-        input_ids = tokens.take(source, mode="clip").astype(np.int64)
-        labels = np.empty(total, np.int64)
+        input_ids[:] = tokens.take(source, mode="clip")
         labels[:-1] = input_ids[1:]
         last = end[run_of_piece] - 1
         next_token = tokens.take((start + length)[run_of_piece], mode="clip").astype(np.int64)
@@ -85,9 +104,3 @@ class PackedDataset:
         padding = ranges(begin[run_of_padding], length[run_of_padding])
         input_ids[padding] = self.padding_token_id
         labels[padding] = IGNORE_INDEX
-        shape = (rows, self.seq_len)
-        return {
-            "input_ids": torch.from_numpy(input_ids.reshape(shape)),
-            "labels": torch.from_numpy(labels.reshape(shape)),
-            "position_ids": torch.from_numpy(position_ids.reshape(shape)),
-        }

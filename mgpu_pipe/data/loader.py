@@ -161,8 +161,8 @@ def _window(
     micro_batches: list[dict[str, torch.Tensor]] = []
     if len(own):
         whole = dataset.batch(own)
-        for begin in range(0, len(own), plan.micro_batch_size):
-            micro_batches.append({name: t[begin : begin + plan.micro_batch_size] for name, t in whole.items()})
+        views = zip(*(tensor.split(plan.micro_batch_size) for tensor in whole.values()), strict=True)
+        micro_batches = [dict(zip(whole, view, strict=True)) for view in views]
     return StepWindow(
         step=step, first_sample=first, num_samples=len(samples), micro_batches=micro_batches,
         normalizer=int(dataset.valid_tokens[samples].sum()),
