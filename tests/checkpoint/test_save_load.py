@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -88,13 +89,16 @@ def test_blocks_of_a_four_dimensional_tensor_agree_with_slicing(tmp_path: Path) 
 
 
 def test_columns_far_apart_and_close_together_are_read(tmp_path: Path) -> None:
-    tensors = {"wide": torch.rand(40, 9000), "narrow": torch.rand(9000, 40)}
+    tensors = {"wide": torch.rand(40, 9000), "narrow": torch.rand(70_000, 40)}
     folder = save(tmp_path / "checkpoints", 1, cut_pieces(tensors, whole), [], {}, config_file(tmp_path))
     for rank in range(2):
         wanted = cut_pieces(tensors, CUTS["columns"], rank, 2)
         got = empty_like(wanted)
         CheckpointReader(folder).read(got, "model")
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(wanted, got, strict=True))
+        far_apart = CheckpointReader(folder, "size")
+        far_apart.read(got[:1], "model")
+        assert far_apart.bytes_read <= got[0].tensor.nbytes + 400
 
 
 def test_a_slice_of_rows_reads_its_own_bytes_and_the_header_alone(tmp_path: Path) -> None:
@@ -149,6 +153,17 @@ def test_views_and_parameters_are_saved_and_filled_in_place(tmp_path: Path) -> N
     )
     assert torch.equal(other[:, ::2], base[:, ::2]) and not other[:, 1::2].any()
     assert torch.equal(live, parameter) and live.data_ptr() == memory and live.requires_grad
+
+
+def test_a_kernel_that_takes_less_than_it_was_given_is_given_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:70_001]))
+    reader = CheckpointReader(save_alone(tmp_path / "checkpoints", 3))
+    got = empty_like(cut_pieces(model_tensors(3), whole))
+    reader.read(got, "model")
+    assert all(torch.equal(piece.tensor, model_tensors(3)[piece.box.name]) for piece in got)
 
 
 def test_a_large_view_reaches_the_disk_in_bounded_slices() -> None:
