@@ -1,0 +1,27 @@
+"""Shared by all tests: one cache of tokenised data, and a small corpus of real text."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs of the session keep tokenised data."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text files of uneven length: some of the standard library's sources."""
+    folder = tmp_path_factory.mktemp("corpus")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for package in ("json", "email", "http", "logging", "xml/dom"):
+        for source in sorted((library / package).glob("*.py")):
+            text = source.read_text(encoding="utf-8")
+            if text.strip():
+                (folder / f"{package.replace('/', '-')}-{source.name}.txt").write_text(text, encoding="utf-8")
+    return folder

@@ -1,0 +1,147 @@
+"""Whole runs as a user starts them. Oracles: the single-process run, and the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import (
+    column, environment, metrics, mgpu, run_folder, start, wait_for_step, workers_of,
+)  # fmt: skip
+
+pytestmark = pytest.mark.slow
+
+BASE = (
+    "model=llama_tiny", "data=text_files", "precision=fp32", "optimizer.lr=3e-4", "data.seq_len=64",
+    "data.validation_max_samples=24", "data.global_batch_size=24", "trainer.val_every_n_steps=5",
+    "scheduler.warmup_steps=2", "logger=none",
+)  # fmt: skip
+
+
+def overrides(corpus: Path, *more: str) -> list[str]:
+    return [*BASE, f"data.paths=[{corpus}/*.txt]", *more]
+
+
+def same(a: dict[int, float], b: dict[int, float], bound: float) -> None:
+    assert a.keys() == b.keys()
+    worst = max(abs(a[step] / b[step] - 1) for step in a)
+    assert worst <= bound, worst
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cache: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty steps on four processes."""
+    cwd = tmp_path_factory.mktemp("uninterrupted")
+    return run_folder(mgpu(cache, cwd, *overrides(corpus, "strategy=ddp", "trainer.devices=4", "trainer.max_steps=30")))
+
+
+@pytest.mark.parametrize(
+    "more", [("strategy=single", "data.micro_batch_size=3"), ("strategy=ddp", "trainer.devices=2", "data.micro_batch_size=12")]
+)
+def test_any_strategy_and_micro_batch_give_one_result(
+    cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path, more: tuple[str, ...]
+) -> None:
+    folder = run_folder(mgpu(cache, tmp_path, *overrides(corpus, "trainer.max_steps=30", *more)))
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        same(column(folder, name), column(uninterrupted, name), 1e-5)
+    assert column(folder, "lr") == column(uninterrupted, "lr")
+
+
+def test_padded_and_uneven_samples_too(cache: Path, corpus: Path, tmp_path: Path) -> None:
+    padded = overrides(corpus, "data.packing=none", "trainer.max_steps=10", "data.seq_len=96")
+    alone = run_folder(mgpu(cache, tmp_path, *padded, "strategy=single"))
+    four = run_folder(mgpu(cache, tmp_path, *padded, "strategy=ddp", "trainer.devices=4", "data.micro_batch_size=2"))
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        same(column(four, name), column(alone, name), 1e-5)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(
+    cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = overrides(
+        corpus, "strategy=ddp", "trainer.devices=4", "trainer.max_steps=30", f"run.dir={folder}",
+        "checkpoint.every_n_steps=4", "checkpoint.resume=auto",
+    )  # fmt: skip
+    chance = random.Random(7)
+    for at in (6, 17):
+        process = start(cache, tmp_path, *command)
+        wait_for_step(folder, at, process)
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while workers_of(folder):
+            assert time.monotonic() < deadline, "workers outlived their launcher"
+            time.sleep(0.05)
+    mgpu(cache, tmp_path, *command)
+    for name in ("train/loss", "train/grad_norm", "val/loss", "lr"):
+        assert column(folder, name) == column(uninterrupted, name), name
+    assert [int(row["step"]) for row in metrics(folder)] == list(range(1, 31))
+    # Complete: nothing to do, nothing changed.
+    before = (folder / "metrics.csv").read_bytes()
+    mgpu(cache, tmp_path, *command)
+    assert (folder / "metrics.csv").read_bytes() == before
+
+
+def test_sigterm_saves_and_another_number_of_processes_goes_on(
+    cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = overrides(corpus, "strategy=ddp", "trainer.max_steps=30", f"run.dir={folder}")
+    process = start(cache, tmp_path, *command, "trainer.devices=4")
+    wait_for_step(folder, 7, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, out + err
+    stopped = json.loads((folder / "summary.json").read_text())
+    assert stopped["status"] == "stopped" and stopped["step"] < 30
+    assert (folder / stopped["checkpoint"] / "manifest.json").exists()
+    mgpu(cache, tmp_path, *command, "trainer.devices=3", "checkpoint.resume=auto")
+    same(column(folder, "train/loss"), column(uninterrupted, "train/loss"), 1e-5)
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_torchrun_world_is_joined(cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "-m", "mgpu_pipe",
+        *overrides(corpus, "strategy=ddp", "trainer.devices=2", "trainer.max_steps=30"),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(cache), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folders = list((tmp_path / "outputs" / "run").iterdir())
+    assert len(folders) == 1
+    same(column(folders[0], "train/loss"), column(uninterrupted, "train/loss"), 1e-5)
+
+
+def test_multirun_trains_one_run_after_another(cache: Path, corpus: Path, tmp_path: Path) -> None:
+    out = mgpu(
+        cache, tmp_path, "-m",
+        *overrides(corpus, "strategy=ddp", "trainer.devices=1,2", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=4"),
+    )  # fmt: skip
+    folders = sorted((tmp_path / "outputs" / "run").iterdir())
+    assert len(folders) == 4
+    losses = [column(folder, "train/loss")[4] for folder in folders]
+    assert len({round(loss, 4) for loss in losses}) == 2, "two learning rates, each the same on one and two processes"
+    assert all(folder.name in out for folder in folders)
+
+
+def test_a_nan_stops_the_run_before_the_update(cache: Path, corpus: Path, tmp_path: Path) -> None:
+    out = mgpu(
+        cache, tmp_path, *overrides(corpus, "strategy=ddp", "trainer.devices=2", "trainer.max_steps=30",
+                                    "optimizer.lr=1e18", "trainer.gradient_clip_val=null", "scheduler=constant",
+                                    "checkpoint.every_n_steps=1", "launch.max_restarts=2"), code=1,
+    )  # fmt: skip
+    assert "is not finite at step" in out and "samples" in out and "checkpoints/step-" in out
+    assert out.count("is not finite") == 1, "a NaN is not tried again"
+    assert os.listdir(tmp_path / "outputs" / "run")

@@ -1,0 +1,80 @@
+"""The program as a user runs it: ``mgpu-pipe`` in a process of its own."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """This process's environment, without a distributed world, with the cache and the package of the tests."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+    return {**kept, "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def start(cache: Path, cwd: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mgpu_pipe", *arguments], cwd=cwd, env=environment(cache), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+    )
+
+
+def mgpu(cache: Path, cwd: Path, *arguments: str, code: int = 0, timeout: float = 300) -> str:
+    """Run to the end, expect ``code``, return stdout."""
+    process = start(cache, cwd, *arguments)
+    out, err = process.communicate(timeout=timeout)
+    assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+    return out if code == 0 else out + err
+
+
+def run_folder(out: str) -> Path:
+    """The folder that the last line of stdout names."""
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("run: "), out
+    return Path(last.removeprefix("run: "))
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(folder: Path, name: str) -> dict[int, float]:
+    """A metric by step; fails on a double row."""
+    rows = metrics(folder)
+    found = {int(row["step"]): float(row[name]) for row in rows if row[name]}
+    assert len({row["step"] for row in rows}) == len(rows), "a step has two rows"
+    return found
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 240) -> None:
+    """Until ``metrics.csv`` has the row of ``step``."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if (folder / "metrics.csv").exists() and any(int(r["step"]) >= step for r in metrics(folder) if r["step"]):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def workers_of(folder: Path) -> list[int]:
+    """Processes whose command line names the run folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if str(folder).encode() in line and b"launch.worker" in line and state != "Z":
+                found.append(int(entry.name))
+    return found
