@@ -86,7 +86,8 @@ def test_a_read_checks_each_chunk_it_touches_once_and_no_other(tmp_path: Path) -
         file.read_into(2 * CHUNK_BYTES + 5, memoryview(bytearray(10)))
         before = file.data.bytes_read
         file.read_into(start + CHUNK_BYTES, memoryview(part))
-        assert file.data.bytes_read - before == 100 and part == values.numpy().tobytes()[CHUNK_BYTES : CHUNK_BYTES + 100]
+        assert file.data.bytes_read - before == 100
+        assert part == values.numpy().tobytes()[CHUNK_BYTES : CHUNK_BYTES + 100]
         with pytest.raises(CheckpointError, match=r"big\.safetensors: chunk 3 of 5 .*SHA-256"):
             file.read_into(3 * CHUNK_BYTES, memoryview(bytearray(8)))
 
