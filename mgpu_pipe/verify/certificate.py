@@ -15,6 +15,14 @@ from mgpu_pipe.verify.bounds import Worst, bounds
 from mgpu_pipe.verify.shrink import Shrunk
 
 CERTIFICATE = "certificate.json"
+UNITS = {
+    "initial_weights": "2-norm of a parameter's difference",
+    "loss": "relative",
+    "gradient_norm": "relative",
+    "gradient": "2-norm of a parameter's difference over the 2-norm of all gradients",
+    "weights": "2-norm of all parameters' differences over the 2-norm of all parameters",
+}
+"""What each error and its bound are measured in."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ def certificate(
         "micro_batches": plan.num_micro_batches,
         "comparisons": comparisons,
         "bounds": bounds(precision),
+        "units": UNITS,
         "worst": {one.quantity.replace(" ", "_"): _without_name(one) for one in worst},
         "shrunk": small.changes,
         "date": environment["date"],
@@ -75,11 +84,10 @@ def certificate(
 
 def show(found: Certificate, title: str) -> None:
     """Print the table on standard output: every quantity with its worst comparison."""
-    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for name in ("quantity", "error", "bound", "step"):
         table.add_column(name, justify="left" if name == "quantity" else "right", no_wrap=True)
     table.add_column("where it is worst", overflow="fold")
@@ -95,8 +103,8 @@ def show(found: Certificate, title: str) -> None:
 def failures(found: Certificate) -> list[str]:
     """One line for each broken bound: what, where, and in which step."""
     return [
-        f"the {one.quantity} of {one.where} is not that of one process "
-        f"{f'in step {one.step}' if one.step else 'before the first step'}: error {one.error:.3g}, bound {one.bound:.3g}"
+        f"{one.quantity}, {one.where}, {f'step {one.step}' if one.step else 'before the first step'}: not that of one "
+        f"process; error {one.error:.3g}, bound {one.bound:.3g}"
         for one in found.worst
         if not one.passed
     ]

@@ -175,7 +175,8 @@ class _Comparison(pl.Callback):
 
     def _measure_alone(self, step: int) -> None:
         """How far one bf16 process is off, over the micro-batches of the configured plan."""
-        assert self._alone is not None and self._plain is not None
+        assert self._alone is not None
+        assert self._plain is not None
         found = self._alone.step(step, micro_batches(self._batches[step], self._plan.micro_batch_size))
         expected = self._expected
         total = norm_of(expected.gradients.values()) or 1.0

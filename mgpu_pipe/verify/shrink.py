@@ -8,7 +8,7 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
-from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, SyntheticConfig
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, StrategyConfig, SyntheticConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -69,24 +69,31 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
             config.data, source="synthetic", paths=[], validation_paths=[], chat_template=None, tokenizer="auto",
             synthetic=SyntheticConfig(), seq_len=seq_len, micro_batch_size=micro,
             global_batch_size=micro * num_micro * dims.data_parallel_size,
-        ),  # fmt: skip
+        ),
         objective=replace(
             config.objective, sample_prompts=[], loss_chunk_tokens=0 if chunk == 0 else max(1, micro * seq_len * 2 // 5)
         ),
         optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, MAX_LR)),
         scheduler=_small_schedule(config.scheduler, steps),
-        strategy=replace(config.strategy, **dims.as_dict(), bucket_mib=min(config.strategy.bucket_mib, BUCKET_MIB)),
+        strategy=_sizes_filled_in(config.strategy, dims),
         precision=replace(config.precision, name=resolve_precision(config)),
         checkpoint=CheckpointConfig(save_last=False),
         trainer=replace(
             config.trainer, accelerator="cpu", devices=dims.world_size, num_nodes=1, max_steps=steps, max_epochs=None,
             val_every_n_steps=None,
-        ),  # fmt: skip
+        ),
         logger={},
         callbacks={},
         launch=replace(config.launch, max_restarts=0),
-    )  # fmt: skip
+    )
     return Shrunk(small, _changes(config, small))
+
+
+def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyConfig:
+    return replace(
+        strategy, dp_replicate=dims.dp_replicate, dp_shard=dims.dp_shard, tp=dims.tp, pp=dims.pp, cp=dims.cp,
+        ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB),
+    )
 
 
 def _small_schedule(scheduler: SchedulerConfig, steps: int) -> SchedulerConfig:

@@ -95,8 +95,6 @@ def _attention(fields: Mapping[str, Any], takes: set[str], dims: ParallelDims) -
     for name, value in LATENTS.items():
         if fields.get(name) is not None:
             found[name] = value
-    if "kv_lora_rank" in fields:
-        del found["head_dim"]
     return found
 
 
