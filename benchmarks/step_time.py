@@ -74,7 +74,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     for model_name, batch in (("llama_small", 8), ("llama_tiny", 8)):
-        config = compose(
+        config, _ = compose(
             [f"model={model_name}", f"trainer.max_steps={STEPS}", f"data.global_batch_size={batch}",
              "checkpoint=none", "data.validation_max_samples=8"]
         )

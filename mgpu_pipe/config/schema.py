@@ -129,8 +129,8 @@ class SchedulerConfig:
 class StrategyConfig:
     name: str = "custom"
     """Name of the preset."""
-    engine: Literal["mesh", "deepspeed"] = "mesh"
-    """mesh: this project's torch engine; deepspeed: ZeRO."""
+    engine: str = "mesh"
+    """mesh (this project's torch engine), or a name that a plug-in registers."""
     dp_replicate: int | Auto = 1
     """Data-parallel replicas with whole weights (DDP)."""
     dp_shard: int | Auto = 1

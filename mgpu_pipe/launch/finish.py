@@ -13,9 +13,8 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import MgpuError
-from mgpu_pipe.launch.parameters import parameter_count
-from mgpu_pipe.launch.preflight import model_fields
 from mgpu_pipe.launch.summary import amend_summary, read_summary, write_summary
+from mgpu_pipe.models.count import count_parameters
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
@@ -35,16 +34,44 @@ def print_before(
 
     dims = ParallelDims.resolve(config.strategy, world or world_size(config))
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
-    before_table(config, prepared, plan, dims, parameter_count(model_fields(config)), _device(config, environment))
+    count = count_parameters(config.model)
+    parameters = None if count is None else count.total
+    before_table(config, prepared, plan, dims, parameters, _device(config, environment))
     sys.stdout.flush()
 
 
-def record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> None:
+def say_complete(paths: RunPaths) -> None:
+    print("this run is complete; raise trainer.max_steps to go on", file=sys.stderr)
+    print(f"run: {paths.root}", flush=True)
+
+
+def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> None:
+    """Complete the summary, write the report, print the table after training and, last, the run's folder.
+
+    A fault here is told; what the run reached and its exit code stand.
+
+    Args:
+        wall_s: seconds the command took.
+    """
+    try:
+        if outcome.status == "failed":
+            _record_failure(config, paths, outcome)
+        amend_summary(paths, wall_s=wall_s, attempts=outcome.attempt)
+        _show_end(config, paths)
+    except (MgpuError, OSError) as error:
+        print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
+    except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
+        print("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
+        traceback.print_exc()
+    print(f"run: {paths.root}", flush=True)
+
+
+def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:
     """The summary of a run whose workers could not write one."""
     from mgpu_pipe.training.metrics_file import read_metrics
 
     world = world_size(config)
-    steps = read_metrics(paths.metrics)["step"] if paths.metrics.exists() else []
+    steps = read_metrics(paths.metrics).get("step", [])
     saved = [info for info in list_steps(paths.checkpoints) if info.valid]
     failure = outcome.failure
     write_summary(
@@ -57,37 +84,11 @@ def record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s:
             "topology": ParallelDims.resolve(config.strategy, world).as_dict(),
             "metrics": {},
             "checkpoint": str(saved[-1].path.relative_to(paths.root)) if saved else None,
-            "wall_s": wall_s,
-            "attempts": outcome.attempt,
             "error": {"rank": failure.rank, "type": failure.type, "message": failure.message}
             if failure is not None
             else {"message": outcome.message},
         },
     )
-
-
-def say_complete(paths: RunPaths) -> None:
-    print("this run is complete; raise trainer.max_steps to go on", file=sys.stderr)
-    print(f"run: {paths.root}", flush=True)
-
-
-def conclude(config: RunConfig, paths: RunPaths, **known: object) -> None:
-    """Write the report, print the table after training and, last, the run's folder.
-
-    A fault in the report is told with its traceback; what the run reached stands.
-
-    Args:
-        known: what the launcher adds to the summary.
-    """
-    try:
-        amend_summary(paths, **known)
-        _show_end(config, paths)
-    except MgpuError as error:
-        print(f"error: the run's report could not be made: {error}", file=sys.stderr)
-    except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
-        print("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
-        traceback.print_exc()
-    print(f"run: {paths.root}", flush=True)
 
 
 def _show_end(config: RunConfig, paths: RunPaths) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision, world_size
-from mgpu_pipe.launch.parameters import parameter_count
 from mgpu_pipe.launch.preflight import model_fields
+from mgpu_pipe.models.count import count_parameters
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 
@@ -30,8 +30,8 @@ def overview(config: RunConfig) -> list[tuple[str, str]]:
 
 def _model(config: RunConfig) -> str:
     model, fields = config.model, model_fields(config)
-    count = parameter_count(fields)
-    size = "" if count is None else f", {_millions(count)} parameters"
+    count = count_parameters(model)
+    size = "" if count is None else f", {_millions(count.total)} parameters"
     start = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
     return f"{model.name} ({fields.get('model_type')}){size}; {start}"
 
@@ -49,7 +49,8 @@ def _data(config: RunConfig) -> str:
     if data.validation_paths:
         held_out = f"held out {', '.join(data.validation_paths)}"
     else:
-        held_out = f"{100 * data.validation_fraction:.3g}% of the documents held out" if data.validation_fraction else ""
+        share = f"{100 * data.validation_fraction:.3g}%"
+        held_out = f"{share} of the documents held out" if data.validation_fraction else ""
     packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
     parts = [f"{source}{where}", f"{data.seq_len} tokens a sample, {packing}", held_out]
     return "; ".join(part for part in parts if part)

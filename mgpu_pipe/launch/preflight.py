@@ -11,6 +11,7 @@ from typing import Any
 
 from mgpu_pipe.config.hardware import gpu_count, torch_has_cuda
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
@@ -58,6 +59,7 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
+        found += _collected(lambda: _check_packing(config))
     return _one_for_each_key(found)
 
 
@@ -97,6 +99,14 @@ def _check_model(config: RunConfig) -> None:
             return  # said by value_errors
         check_model_folder(model.path, _tokenizer_ids(config))
     check_model_config(model)
+
+
+def _check_packing(config: RunConfig) -> None:
+    from mgpu_pipe.models.attention import check_packing
+
+    model_type = model_fields(config).get("model_type")
+    if model_type is not None:
+        check_packing(str(model_type), config.data.packing, config.model.attn_implementation)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -139,8 +149,9 @@ def _size_errors(config: RunConfig) -> list[BadInputError]:
 def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     strategy, world = config.strategy, world_size(config)
     errors: list[BadInputError] = []
-    if strategy.engine != "mesh":
-        errors.append(ConfigError("strategy.engine", strategy.engine, "use mesh", STRATEGIES))
+    engines = ("mesh", *registered(STRATEGY_GROUP)) if strategy.engine != "mesh" else ("mesh",)
+    if strategy.engine not in engines:
+        errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", STRATEGIES))
     for axis in (*AXES, "ep"):
         size = getattr(strategy, axis)
         if axis != "dp_replicate" and size != 1:

@@ -8,6 +8,7 @@ that are no input). The tables hold what the tests try; a family in neither coun
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_pipe.errors import ConfigError
@@ -62,7 +63,7 @@ def check_packing(model_type: str, packing: str, attn_implementation: str = "aut
         )
 
 
-def forward_kwargs(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Keyword arguments of ``model(...)`` (or of its base model) for one micro-batch; labels are left out.
 
     Args:

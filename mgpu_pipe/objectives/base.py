@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import pytorch_lightning as pl
 import torch
+from typing_extensions import Self
 
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import StepWindow
 
 
@@ -40,9 +42,8 @@ class StepStrategy(Protocol):
         """Clear all gradients."""
 
 
-class LearningRate(Protocol):
-    def __call__(self, step: int) -> float:
-        """The factor of the peak learning rate for the zero-based optimizer step."""
+LearningRate = Callable[[int], float]
+"""The factor of the peak learning rate for a zero-based optimizer step."""
 
 
 class Objective(pl.LightningModule):
@@ -62,6 +63,13 @@ class Objective(pl.LightningModule):
         self._learning_rate = learning_rate
         self._optimizer: Any = None
         self._evaluated: torch.Tensor | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        """Build the objective of a run; a subclass reads its own keys of ``config.objective`` here."""
+        return cls(model, optimizer_factory, learning_rate)
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the losses of one micro-batch's valid items, a scalar; the strategy divides it."""

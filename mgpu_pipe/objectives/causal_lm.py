@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from typing_extensions import Self
 
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +27,7 @@ class LossHead:
     gathers it around the module's call, tensor parallelism shards it there, a pipeline holds it on the last stage.
     """
 
-    def __init__(self, head: torch.nn.Module, chunk_tokens: int | str) -> None:
+    def __init__(self, head: torch.nn.Linear, chunk_tokens: int | str) -> None:
         self.labels: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self._chunk_tokens = chunk_tokens
@@ -31,11 +36,10 @@ class LossHead:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             if self.labels is None:
                 return plain_forward(hidden)
-            bias = getattr(head, "bias", None)
-            self.result = linear_cross_entropy(hidden, head.weight, bias, self.labels, self._chunk_tokens)
+            self.result = linear_cross_entropy(hidden, head.weight, head.bias, self.labels, self._chunk_tokens)
             return self.result
 
-        head.forward = forward  # type: ignore[method-assign]
+        head.forward = forward  # type: ignore[method-assign, assignment]
 
 
 class CausalLMObjective(Objective):
@@ -50,11 +54,17 @@ class CausalLMObjective(Objective):
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         head = model.get_output_embeddings()  # type: ignore[operator]
-        chunked = chunk_tokens != 0 and isinstance(head, torch.nn.Linear)
-        self._head = LossHead(head, chunk_tokens) if chunked else None
+        linear = head if chunk_tokens != 0 and isinstance(head, torch.nn.Linear) else None
+        self._head = None if linear is None else LossHead(linear, chunk_tokens)
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        return cls(model, optimizer_factory, learning_rate, config.objective.loss_chunk_tokens)
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        inputs = forward_kwargs(self.model, batch)
+        inputs = forward_kwargs(cast("PreTrainedModel", self.model), batch)
         if self._head is None:
             return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
         self._head.labels = batch["labels"]
@@ -63,8 +73,8 @@ class CausalLMObjective(Objective):
         finally:
             self._head.labels = None
         loss, self._head.result = self._head.result, None
-        if returned is loss:
-            return returned
+        if returned is loss and loss is not None:
+            return loss
         # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
         log.info("%s changes its logits after the head: they are computed whole", type(self.model).__name__)
         self._head = None

@@ -18,9 +18,9 @@ def decoder_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The repeated blocks of a model: the members of its longest ``ModuleList`` of like modules."""
     longest: list[torch.nn.Module] = []
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) > len(longest):
-            if len({type(member) for member in module}) == 1:
-                longest = list(module)
+        is_longer = isinstance(module, torch.nn.ModuleList) and len(module) > len(longest)
+        if is_longer and len({type(member) for member in module.children()}) == 1:
+            longest = list(module.children())
     return longest
 
 
@@ -41,7 +41,7 @@ def apply_fully_shard(model: torch.nn.Module, mesh: DeviceMesh, precision: str) 
     for block in decoder_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    for module in root.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

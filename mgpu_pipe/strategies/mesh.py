@@ -12,9 +12,12 @@ import torch.distributed as dist
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.data import GradientReducer
@@ -77,6 +80,29 @@ class MeshStrategy(ParallelStrategy):
         self._reducer: GradientReducer | None = None
         self._sharded: FSDPModule | None = None
         self._parameters: list[torch.nn.Parameter] = []
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        materialise: Materialise | None,
+        dropout_seed: int | None,
+        stop_requested: Callable[[], bool],
+    ) -> Self:
+        """Build the strategy of a run; a plug-in's subclass reads its own keys here."""
+        return cls(
+            dims,
+            device,
+            precision=resolve_precision(config),
+            max_norm=config.trainer.gradient_clip_val,
+            bucket_mib=config.strategy.bucket_mib,
+            materialise=materialise,
+            dropout_seed=dropout_seed,
+            stop_requested=stop_requested,
+        )
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,7 +54,8 @@ class Checkpointer:
             **self._fixed_state,
             "step": step,
             "samples_consumed": step * self._fixed_state["global_batch_size"],
-            "metrics": metrics,
+            # JSON has no infinity: a perplexity that overflowed is left out.
+            "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
         path = save(
             self._paths.checkpoints, step, strategy.model_pieces(), strategy.optimizer_pieces(), state,

@@ -6,7 +6,10 @@ carries the stop flag (see ``MeshStrategy.run_step``), and a handler that runs c
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytorch_lightning as pl
+from pytorch_lightning.loops.progress import _ProcessedTracker
 
 NEVER = 1 << 62
 
@@ -22,7 +25,7 @@ def start_at_step(trainer: pl.Trainer, step: int) -> None:
     loop = trainer.fit_loop.epoch_loop
     counter = loop.manual_optimization.optim_step_progress.total
     counter.ready = counter.completed = step
-    batches = loop.batch_progress.total
+    batches = cast(_ProcessedTracker, loop.batch_progress.total)
     batches.ready = batches.started = batches.processed = batches.completed = step
     loop._batches_that_stepped = step
 

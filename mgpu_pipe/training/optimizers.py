@@ -42,9 +42,9 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[torch.nn.Module], to
 
     def build(model: torch.nn.Module) -> torch.optim.Optimizer:
         kwargs = dict(arguments)
-        if "fused" in accepted and "fused" not in kwargs and not kwargs.get("foreach"):
-            if cls.__name__ in FUSED_ON_CPU and cls.__module__.startswith("torch.optim."):
-                kwargs["fused"] = True
+        is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in FUSED_ON_CPU
+        if is_torchs and "fused" not in kwargs and not kwargs.get("foreach"):
+            kwargs["fused"] = True
         if not takes_decay:
             return cls([p for p in model.parameters() if p.requires_grad], **kwargs)
         return cls(decay_groups(model, config), **kwargs)

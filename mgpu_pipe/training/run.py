@@ -25,7 +25,6 @@ from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import ConfigError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
-from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -33,6 +32,7 @@ from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
 from mgpu_pipe.training.schedules import build_schedule
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class TrainResult:
     """What an attempt ended with."""
 
-    model: torch.nn.Module
+    model: PreTrainedModel
     status: str
     """``finished`` or ``stopped`` (by a signal, after saving)."""
     step: int
@@ -85,18 +85,13 @@ def train(
     total_steps = _horizon(config, reader, max_steps)
 
     model, fill = _build_model(config, device)
-    objective = CausalLMObjective(
-        model,
-        optimizer_factory(config.optimizer),
-        build_schedule(config.scheduler, total_steps),
-        config.objective.loss_chunk_tokens,
+    objective = objective_class(config.objective.name).from_config(
+        config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
-    strategy = MeshStrategy(
+    strategy = strategy_class(config.strategy.engine).from_config(
+        config,
         dims,
         device,
-        precision=precision,
-        max_norm=config.trainer.gradient_clip_val,
-        bucket_mib=config.strategy.bucket_mib,
         materialise=fill,
         dropout_seed=config.seed if uses_dropout(model) else None,
         stop_requested=stop_requested,
@@ -208,8 +203,9 @@ def _starts_from_folder(config: RunConfig) -> bool:
 
 
 def _weights_reader(config: RunConfig) -> CheckpointReader:
-    assert config.checkpoint.init_from is not None
-    return CheckpointReader(resolve_source(config.checkpoint.init_from), config.checkpoint.verify)
+    keep = config.checkpoint
+    source = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
+    return CheckpointReader(source, keep.verify)
 
 
 def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
@@ -281,7 +277,7 @@ def _result(
     prepared: PreparedData,
     dims: ParallelDims,
     plan: BatchPlan,
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     strategy: MeshStrategy,
     recorder: StepRecorder,
     checkpointer: Checkpointer,

@@ -10,8 +10,8 @@ import yaml
 
 from mgpu_pipe.config.compose import compose, conf_dir
 from mgpu_pipe.config.listing import list_groups
-from mgpu_pipe.launch.parameters import parameter_count
 from mgpu_pipe.launch.preflight import model_fields, preflight
+from mgpu_pipe.models.count import count_parameters
 
 OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]
 NEEDS_MORE = {("model", "hf"), ("data", "text_files"), ("data", "jsonl"), ("data", "parquet"), ("data", "chat_jsonl"),
@@ -45,7 +45,7 @@ def test_every_group_has_one_default_but_the_experiments():
 def test_tiny_models_have_the_promised_shape(name: str):
     config, _ = compose([f"model={name}"])
     fields = model_fields(config)
-    assert (parameter_count(fields) or 10**9) < 1_000_000
+    assert count_parameters(config.model).total < 1_000_000
     assert (fields["num_hidden_layers"], fields["num_attention_heads"], fields["vocab_size"]) == (4, 8, 1024)
     assert fields["max_position_embeddings"] >= 1024
     if name != "gpt2_tiny":
@@ -56,13 +56,13 @@ def test_tiny_models_have_the_promised_shape(name: str):
 
 def test_the_quickstarts_model_has_5_to_15_million_parameters():
     config, _ = compose(["experiment=quickstart"])
-    assert 5e6 < (parameter_count(model_fields(config)) or 0) < 15e6
+    assert 5e6 < count_parameters(config.model).total < 15e6
 
 
 @pytest.mark.parametrize(("name", "millions"), PUBLISHED.items())
 def test_published_architectures_have_their_published_size(name: str, millions: float):
     config, _ = compose([f"model={name}"])
-    assert (parameter_count(model_fields(config)) or 0) / 1e6 == pytest.approx(millions, rel=1e-3)
+    assert count_parameters(config.model).total / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "model" and option != "hf"])

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import (
-    column, environment, metrics, mgpu, run_folder, start, wait_for_step, workers_of,
+    column,
+    environment,
+    metrics,
+    mgpu,
+    run_folder,
+    start,
+    wait_for_step,
+    workers_of,
 )  # fmt: skip
 
 pytestmark = pytest.mark.slow
@@ -44,7 +51,11 @@ def uninterrupted(cache: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "more", [("strategy=single", "data.micro_batch_size=3"), ("strategy=ddp", "trainer.devices=2", "data.micro_batch_size=12")]
+    "more",
+    [
+        ("strategy=single", "data.micro_batch_size=3"),
+        ("strategy=ddp", "trainer.devices=2", "data.micro_batch_size=12"),
+    ],
 )
 def test_any_strategy_and_micro_batch_give_one_result(
     cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path, more: tuple[str, ...]

@@ -32,7 +32,9 @@ def _context() -> Any:
     return context
 
 
-def _entry(rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], out: Any) -> None:
+def _entry(
+    rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], out: Any
+) -> None:
     import torch
     import torch.distributed as dist
 

@@ -1,6 +1,7 @@
 """Oracle: the formulas of the cited papers, at their corners."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -22,12 +23,12 @@ def test_cosine_is_half_way_at_half_time_and_keeps_its_floor_beyond_the_horizon(
     assert found[0] == 1.0
     assert math.isclose(found[50], 0.6)
     assert found[100] == found[102] == pytest.approx(0.2)
-    assert all(a >= b for a, b in zip(found, found[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(found))
 
 
 def test_linear_falls_evenly_after_the_warm_up():
     found = factors(12, name="linear", warmup_steps=2, min_lr_ratio=0.0)
-    steps = [a - b for a, b in zip(found[2:12], found[3:13], strict=True)]
+    steps = [a - b for a, b in pairwise(found[2:13])]
     assert all(math.isclose(step, 0.1) for step in steps)
 
 

@@ -1,0 +1,45 @@
+"""Objectives and strategies by name: this project's own, and those that installed packages register."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from mgpu_pipe.config.plugins import OBJECTIVE_GROUP, STRATEGY_GROUP
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.mesh import MeshStrategy
+
+
+def objective_class(name: str) -> type[Objective]:
+    """The class that ``objective.name`` names; it is built by its ``from_config``.
+
+    Raises:
+        ConfigError: no such name, or what is registered is not a subclass of ``Objective``.
+    """
+    return _named("objective.name", name, {"causal_lm": CausalLMObjective}, OBJECTIVE_GROUP, Objective)
+
+
+def strategy_class(engine: str) -> type[MeshStrategy]:
+    """The class that ``strategy.engine`` names; it is built by its ``from_config``.
+
+    Raises:
+        ConfigError: no such name, or what is registered is not a subclass of ``MeshStrategy``.
+    """
+    return _named("strategy.engine", engine, {"mesh": MeshStrategy}, STRATEGY_GROUP, MeshStrategy)
+
+
+def _named(key: str, name: str, own: dict[str, Any], group: str, base: type) -> Any:
+    if name in own:
+        return own[name]
+    registered = {point.name: point for point in entry_points(group=group)}
+    if name not in registered:
+        raise ConfigError(key, name, f"use one of {', '.join([*own, *registered])}", "no such name")
+    found = registered[name].load()
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            key, name, f"register a subclass of {base.__module__}.{base.__qualname__}",
+            f"the entry point {registered[name].value} is none",
+        )
+    return found
