@@ -87,7 +87,8 @@ def show(found: Certificate, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
+                  padding=(0, 1, 0, 0))
     for name in ("quantity", "error", "bound", "step"):
         table.add_column(name, justify="left" if name == "quantity" else "right", no_wrap=True)
     table.add_column("where it is worst", overflow="fold")
