@@ -13,9 +13,12 @@ from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, MgpuError
-from mgpu_pipe.launch.workers import Exit, log_header
+from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
 
 TAIL_LINES = 25
+LONGEST_MESSAGE = 4_000
+LONGEST_TRACEBACK = 16_000
+"""In characters; message and traceback together stay below the 64 KiB that a pipe holds."""
 FOLLOWS_A_PEERS_END = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
     "timed out waiting", "socket timeout", "wait timeout", "gloo", "nccl", "tcpstore", "barrier",
@@ -55,24 +58,33 @@ class Failure:
         return "\n".join([*tail, f"error: rank {self.rank} failed first: {self.message} (log: {self.log})"])
 
 
-def write_error(path: Path, error: BaseException, rank: int) -> None:
-    """Leave ``error`` for the launcher, whole or not at all."""
-    known = isinstance(error, MgpuError)
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+def error_record(error: BaseException, rank: int) -> dict[str, object]:
+    """What the launcher is told of an error; its texts are cut to what a pipe takes at once."""
     record: dict[str, object] = {
         "type": type(error).__name__,
-        "message": str(error) or type(error).__name__,
+        "message": (str(error) or type(error).__name__)[:LONGEST_MESSAGE],
         "exit_code": EXIT_FAILURE,
         "rank": rank,
         "time": time.time(),
-        "traceback": "" if known else trace,
-        "follows": not known and follows_a_peers_end(error),
+        "traceback": "",
+        "follows": False,
     }
     if isinstance(error, MgpuError):
-        record.update(json.loads(error.to_json()))
+        return {**record, **json.loads(error.to_json())}
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return {**record, "traceback": trace[-LONGEST_TRACEBACK:], "follows": follows_a_peers_end(error)}
+
+
+def write_error(path: Path, error: BaseException, rank: int) -> None:
+    """Leave ``error`` for the launcher: in a file, or, where the disk is full, in the pipe to it."""
+    text = json.dumps(error_record(error, rank))
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record), encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        if ERROR_FD in os.environ:
+            os.write(int(os.environ[ERROR_FD]), text.encode())
 
 
 def follows_a_peers_end(error: BaseException) -> bool:
@@ -94,7 +106,7 @@ def first_failure(paths: RunPaths, exits: Iterable[Exit], attempt: int, killed_b
     failures = [
         _read(paths, end, attempt)
         for end in exits
-        if paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
+        if end.error or paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
     ]
     return min(failures, key=lambda failure: (failure.follows, failure.at))
 
@@ -102,8 +114,9 @@ def first_failure(paths: RunPaths, exits: Iterable[Exit], attempt: int, killed_b
 def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
     log = paths.rank_log(end.rank)
     path = paths.rank_error(end.rank)
-    if path.exists():
-        record = json.loads(path.read_text(encoding="utf-8"))
+    told = path.read_text(encoding="utf-8") if path.exists() else end.error
+    if told:
+        record = json.loads(told)
         return Failure(
             rank=end.rank, type=record["type"], message=record["message"], traceback=record["traceback"],
             exit_code=record["exit_code"], at=record["time"], follows=record["follows"], log=log,

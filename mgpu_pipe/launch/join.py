@@ -85,9 +85,9 @@ def join(
         paths = RunPaths(Path(offer.folder))
         if not offer.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
-        status = _train(replace(world, attempt=offer.attempt), paths, store, offer, held)
+        status = _train(replace(world, attempt=offer.attempt), paths, store, offer, held, started)
         if world.rank == 0:
-            finish.conclude(config, paths, wall_s=time.monotonic() - started, attempts=offer.attempt)
+            finish.conclude(config, paths, Outcome(status, EXIT_OK, offer.attempt), time.monotonic() - started)
     return LaunchResult(status, EXIT_OK, paths.root)
 
 
@@ -158,8 +158,9 @@ def _settle(
     except BadInputError:
         folder.discard()
         raise
-    run_folder.record_launch(paths, config, overrides, environment, prepared)
-    run_folder.keep_attempt_config(paths, attempt)
+    with run_folder.writing_to(paths.root):
+        run_folder.record_launch(paths, config, overrides, environment, prepared)
+        run_folder.keep_attempt_config(paths, attempt)
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)
@@ -181,8 +182,15 @@ def _follow(config: RunConfig, store: Store) -> _Offer:
     return offer
 
 
-def _train(world: World, paths: RunPaths, store: Store, offer: _Offer, held: ExitStack) -> str:
-    """Train; an error ends this process after it was told, for the other ranks cannot be waited for."""
+def _train(
+    world: World, paths: RunPaths, store: Store, offer: _Offer, held: ExitStack, started: float
+) -> str:
+    """Train; an error ends this process after it was told, for the other ranks cannot be waited for.
+
+    Args:
+        held: what rank 0 has to give back (the lock).
+        started: of the command, by the monotonic clock.
+    """
     from mgpu_pipe.launch.worker import leave_error, train_in
 
     usual = sys.stderr
@@ -196,7 +204,7 @@ def _train(world: World, paths: RunPaths, store: Store, offer: _Offer, held: Exi
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
-                finish.record_failure(config, paths, outcome, 0.0)
+                finish.conclude(config, paths, outcome, time.monotonic() - started)
             held.close()
             leave_error(paths, error, world.rank)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from contextlib import suppress
 from typing import TextIO
 
 _REDRAW = re.compile(r"(\r\n|\n|\r|\x1b\[[0-9]*[KA])")
@@ -47,7 +48,9 @@ class LiveStream(io.TextIOBase):
         self._shown = True
 
     def write(self, text: str) -> int:
-        self._log.write(self._plain.feed(text))
+        lines = self._plain.feed(text)
+        with suppress(OSError):  # on a full disk the saving of a checkpoint says so, in its own words
+            self._log.write(lines)
         data = text.encode("utf-8", "replace")
         try:
             while self._shown and data:

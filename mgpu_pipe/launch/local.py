@@ -111,13 +111,15 @@ def _run(
         run_folder.keep_attempt_config(paths, attempt)
         return resume_environment(resume_step(config, paths))
 
-    group = WorkerGroup(plan.with_environment(resume_environment(step)), first)
+    with run_folder.writing_to(paths.root):
+        group = WorkerGroup(plan.with_environment(resume_environment(step)), first)
     try:
         environment = describe_environment(command, threads, world)
         prepared = prepare_data(config)
         announce_resume(config, prepared, step)
-        run_folder.record_launch(paths, config, overrides, environment, prepared)
-        run_folder.keep_attempt_config(paths, first)
+        with run_folder.writing_to(paths.root):
+            run_folder.record_launch(paths, config, overrides, environment, prepared)
+            run_folder.keep_attempt_config(paths, first)
         finish.print_before(config, prepared, environment)
         return supervise(
             plan,
@@ -140,9 +142,7 @@ def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float)
         print(outcome.failure.show(), file=sys.stderr, flush=True)
     if outcome.message:
         print(f"error: {outcome.message}", file=sys.stderr, flush=True)
-    if outcome.status == "failed":
-        finish.record_failure(config, paths, outcome, wall_s)
-    finish.conclude(config, paths, wall_s=wall_s, attempts=outcome.attempt)
+    finish.conclude(config, paths, outcome, wall_s)
     return LaunchResult(outcome.status, outcome.exit_code, paths.root)
 
 

@@ -67,12 +67,12 @@ class RunLock:
         try:
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RunFolderError(
-                f"{self.path.parent}: its lock file cannot be written ({error.strerror}); set run.dir or run.root to a "
-                "folder that you can write"
-            ) from error
+            raise self._not_writable(error) from error
         try:
             self._acquire()
+        except OSError as error:
+            os.close(self.fd)
+            raise self._not_writable(error) from error
         except BaseException:
             os.close(self.fd)
             raise
@@ -152,6 +152,12 @@ class RunLock:
     def _refusal(self, held: Record) -> RunFolderError:
         return RunFolderError(
             f"{self.path.parent}: in use by {_who(held)}; wait for that run, stop it, or choose another run.dir"
+        )
+
+    def _not_writable(self, error: OSError) -> RunFolderError:
+        return RunFolderError(
+            f"{self.path.parent}: its lock file cannot be written ({error.strerror}); set run.dir or run.root to a "
+            "folder that can be written and has room"
         )
 
     def _say(self, line: str) -> None:

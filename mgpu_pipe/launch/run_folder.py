@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
+UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 ATTEMPT_CONFIG = re.compile(r"config-attempt-(\d+)\.yaml")
 
 
@@ -120,13 +123,17 @@ def record_launch(
     environment: dict[str, object],
     prepared: PreparedData,
 ) -> None:
-    """Write what this launch runs, with, and on; the workers read it. The run's first moment is kept."""
+    """Write what this launch runs, with, and on; the workers read it. The run's first moment is kept.
+
+    A summary of an earlier launch goes: from now on it is not how the run ended.
+    """
     freeze(config, paths.config)
     paths.overrides.write_text("".join(f"{override}\n" for override in overrides), encoding="utf-8")
     write_environment(paths.environment, {**environment, "created": _created(paths) or environment["started"]})
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
     shutil.copytree(prepared.tokenizer_folder, paths.tokenizer, dirs_exist_ok=True)
     paths.logs.mkdir(exist_ok=True)
+    paths.summary.unlink(missing_ok=True)
 
 
 def next_attempt(paths: RunPaths) -> int:
@@ -179,10 +186,21 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
         raise _not_writable(folder, "permission denied")
 
 
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Turn "cannot write here" into one line about the run's folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise _not_writable(folder, error.strerror or str(error)) from error
+
+
 def _not_writable(folder: Path, why: str) -> RunFolderError:
     return RunFolderError(
-        f"{folder}: the run's folder cannot be made or written ({why}); set run.dir or run.root to a folder that you "
-        "can write"
+        f"{folder}: the run's folder cannot be written ({why}); set run.dir or run.root to a folder that can be "
+        "written and has room"
     )
 
 

@@ -13,8 +13,9 @@ import sys
 import time
 import traceback
 import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError
@@ -58,12 +59,13 @@ def main(folder: Path) -> int:
 def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
     """Hand ``error`` to the launcher and end this process as it is: peers and device are in no state to tidy up."""
     write_error(paths.rank_error(rank), error, rank)
-    if isinstance(error, MgpuError):
-        print(f"error: rank {rank}: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(type(error), error, error.__traceback__)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with suppress(OSError):  # a full disk takes no log either
+        if isinstance(error, MgpuError):
+            print(f"error: rank {rank}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(getattr(error, "exit_code", 1))
 
 
@@ -113,15 +115,16 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
 
 
 def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:
-    """The configured prompts, continued by the trained model."""
+    """The configured prompts, continued by the trained model; by one rank, which therefore has to hold it whole."""
     prompts = config.objective.sample_prompts
     if not prompts:
         return []
     from mgpu_pipe.inference.generation import generate_text
 
     texts = generate_text(
-        result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
-    )
+        result.model, tokenizer_folder, prompts,
+        max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed,
+    )  # fmt: skip
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -157,7 +160,7 @@ def _live_stream() -> TextIO | None:
         (file or log).write(warnings.formatwarning(message, category, filename, lineno, line))
 
     warnings.showwarning = to_log
-    return LiveStream(log, fd)  # type: ignore[return-value]
+    return cast(TextIO, LiveStream(log, fd))
 
 
 if __name__ == "__main__":

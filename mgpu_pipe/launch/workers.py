@@ -20,6 +20,8 @@ HOST = "127.0.0.1"
 STORE_FD = "MGPU_STORE_FD"
 ATTEMPT = "MGPU_ATTEMPT"
 LIVE_FD = "MGPU_LIVE_FD"
+ERROR_FD = "MGPU_ERROR_FD"
+PIPE_BYTES = 65536
 RESUME = "MGPU_RESUME"
 """The step folder an attempt resumes from; empty starts afresh."""
 INHERITED_FDS = "MGPU_INHERITED_FDS"
@@ -27,11 +29,18 @@ INHERITED_FDS = "MGPU_INHERITED_FDS"
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker ended: ``code`` is its exit code, or minus the signal; ``seen_at`` in seconds since the epoch."""
+    """How a worker ended.
+
+    Attributes:
+        code: its exit code, or minus the signal that ended it.
+        seen_at: seconds since the epoch.
+        error: the record it sent instead of leaving a file; mostly empty.
+    """
 
     rank: int
     code: int
     seen_at: float
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class WorkerGroup:
         self.exits: list[Exit] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._lifelines: dict[int, int] = {}
+        self._errors: dict[int, int] = {}
         self._warden = Warden()
         parent_death.keep_from_forks(self._warden.fd)
         plan.paths.logs.mkdir(exist_ok=True)
@@ -86,7 +96,9 @@ class WorkerGroup:
         read_fd, write_fd = os.pipe()
         parent_death.keep_from_forks(write_fd)
         self._lifelines[rank] = write_fd
-        passed = [read_fd, *plan.inherited_fds]
+        self._errors[rank], error_fd = os.pipe()
+        os.set_blocking(self._errors[rank], False)
+        passed = [read_fd, error_fd, *plan.inherited_fds]
         environment = {
             **os.environ,
             **plan.environment,
@@ -100,7 +112,8 @@ class WorkerGroup:
             ATTEMPT: str(self.attempt),
             parent_death.LAUNCHER_PID: str(os.getpid()),
             parent_death.LIFELINE_FD: str(read_fd),
-            INHERITED_FDS: ",".join(map(str, plan.inherited_fds)),
+            ERROR_FD: str(error_fd),
+            INHERITED_FDS: ",".join(map(str, (*plan.inherited_fds, error_fd))),
         }
         if rank == 0:
             passed.append(store.fileno())
@@ -118,6 +131,7 @@ class WorkerGroup:
             self._warden.watch(self._running[rank].pid)
         finally:
             os.close(read_fd)
+            os.close(error_fd)
 
     @property
     def running(self) -> list[int]:
@@ -155,7 +169,7 @@ class WorkerGroup:
             _kill_group(process.pid)
         self.exits += [self._end(rank) for rank in self.running]
         for rank in list(self._lifelines):  # of a worker that could not be started
-            self._close_lifeline(rank)
+            self._close_pipes(rank)
         parent_death.forget(self._warden.fd)
         self._warden.close()
 
@@ -165,13 +179,15 @@ class WorkerGroup:
         _kill_group(process.pid)
         self._warden.dismiss(process.pid)
         code = process.wait()
-        self._close_lifeline(rank)
-        return Exit(rank, code, time.time())
+        return Exit(rank, code, time.time(), self._close_pipes(rank))
 
-    def _close_lifeline(self, rank: int) -> None:
+    def _close_pipes(self, rank: int) -> str:
+        """Returns the error record in the worker's pipe, if there is one."""
         fd = self._lifelines.pop(rank)
         parent_death.forget(fd)
         os.close(fd)
+        with os.fdopen(self._errors.pop(rank), "rb", buffering=0) as pipe:
+            return (pipe.read(PIPE_BYTES) or b"").decode()
 
 
 def open_log(path: Path, rank: int, world_size: int, attempt: int) -> IO[bytes]:

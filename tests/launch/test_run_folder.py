@@ -1,0 +1,172 @@
+"""Which folder a run gets, and what is left there; real folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions, TrainerConfig
+from mgpu_pipe.errors import ConfigError, RunFolderError
+from mgpu_pipe.launch.run_folder import (
+    check_unused,
+    choose_folder,
+    completed,
+    keep_attempt_config,
+    newest_run,
+    next_attempt,
+)
+from mgpu_pipe.launch.summary import write_summary
+
+
+def config_in(root: Path, resume: str = "none", folder: Path | None = None, **trainer: int) -> RunConfig:
+    return RunConfig(
+        run=RunOptions(name="study", root=str(root), dir=None if folder is None else str(folder)),
+        checkpoint=CheckpointConfig(resume=resume),
+        trainer=TrainerConfig(**trainer),  # type: ignore[arg-type]
+    )
+
+
+def leave_run(folder: Path, created: float, **entries: object) -> RunPaths:
+    paths = RunPaths(folder)
+    folder.mkdir(parents=True)
+    freeze(RunConfig(), paths.config)
+    paths.environment.write_text(json.dumps({"created": created, **entries}))
+    return paths
+
+
+def test_two_runs_of_the_same_second_have_two_folders(tmp_path: Path) -> None:
+    folders = [choose_folder(config_in(tmp_path)).paths.root for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert all(folder.parent == tmp_path / "study" and folder.is_dir() for folder in folders)
+
+
+def test_many_processes_at_once_never_share_a_folder(tmp_path: Path) -> None:
+    program = (
+        "import sys; from mgpu_pipe.config.schema import *; from mgpu_pipe.launch.run_folder import choose_folder\n"
+        "print(choose_folder(RunConfig(run=RunOptions(root=sys.argv[1]))).paths.root)"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    folders = [process.communicate(timeout=60)[0] for process in started]
+    assert len(set(folders)) == 4
+
+
+def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("results")
+    with pytest.raises(RunFolderError, match=r"not empty \(precious.txt; .*checkpoint.resume=auto"):
+        choose_folder(config_in(tmp_path, folder=tmp_path))
+    with pytest.raises(RunFolderError, match="it holds no run"):
+        choose_folder(config_in(tmp_path, resume="auto", folder=tmp_path))
+    assert (tmp_path / "precious.txt").read_text() == "results"
+
+
+def test_a_folder_filled_after_it_was_chosen_is_refused(tmp_path: Path) -> None:
+    folder = choose_folder(config_in(tmp_path, folder=tmp_path / "run"))
+    check_unused(folder)
+    folder.paths.config.write_text("another launch was faster")
+    with pytest.raises(RunFolderError, match="not empty"):
+        check_unused(folder)
+
+
+def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:
+    made = choose_folder(config_in(tmp_path, folder=tmp_path / "made"))
+    (made.paths.logs).mkdir()
+    made.paths.config.write_text("")
+    made.discard()
+    assert not made.paths.root.exists()
+    (tmp_path / "given").mkdir()
+    given = choose_folder(config_in(tmp_path, folder=tmp_path / "given"))
+    given.paths.config.write_text("")
+    given.discard()
+    assert list((tmp_path / "given").iterdir()) == []
+    old = leave_run(tmp_path / "old", 1.0)
+    choose_folder(config_in(tmp_path, "auto", tmp_path / "old")).discard()
+    assert old.config.exists()
+
+
+def test_auto_goes_on_in_the_run_begun_last(tmp_path: Path) -> None:
+    leave_run(tmp_path / "study" / "z-older", 100.0)
+    newest = leave_run(tmp_path / "study" / "a-newer", 200.0)
+    (tmp_path / "study" / "no-run").mkdir()
+    folder = choose_folder(config_in(tmp_path, "auto"))
+    assert folder.goes_on
+    assert folder.paths.root == newest.root
+
+
+def test_auto_starts_afresh_where_there_is_no_run(tmp_path: Path) -> None:
+    assert not choose_folder(config_in(tmp_path, "auto")).goes_on
+    assert not choose_folder(config_in(tmp_path, "auto", tmp_path / "run")).goes_on
+
+
+def test_a_restart_by_another_launcher_goes_on_in_that_launchs_folder(tmp_path: Path) -> None:
+    mine = leave_run(tmp_path / "study" / "mine", 100.0, launch="agent-1")
+    leave_run(tmp_path / "study" / "other", 200.0, launch="agent-2")
+    assert choose_folder(config_in(tmp_path), restart_of="agent-1").paths.root == mine.root
+    assert newest_run(tmp_path / "study", "agent-3") is None
+
+
+@pytest.mark.parametrize(
+    ("status", "reached", "asked", "complete"),
+    [("finished", 10, 10, True), ("finished", 10, 5, True), ("finished", 10, 20, False), ("stopped", 10, 10, False)],
+)
+def test_a_run_is_complete_until_more_steps_are_asked_for(
+    tmp_path: Path, status: str, reached: int, asked: int, complete: bool
+) -> None:
+    paths = leave_run(tmp_path / "run", 1.0)
+    write_summary(paths, {"status": status, "step": reached})
+    config = config_in(tmp_path, "auto", tmp_path / "run", max_steps=asked)
+    assert completed(choose_folder(config), config) is complete
+
+
+def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: Path) -> None:
+    paths = leave_run(tmp_path / "run", 1.0)
+    freeze(RunConfig(trainer=TrainerConfig(max_epochs=2)), paths.config)
+    write_summary(paths, {"status": "finished", "step": 10})
+    for epochs, complete in ((1, True), (2, True), (3, False)):
+        config = config_in(tmp_path, "auto", tmp_path / "run", max_epochs=epochs)
+        assert completed(choose_folder(config), config) is complete
+
+
+def test_attempts_are_counted_over_launches_and_their_configurations_kept(tmp_path: Path) -> None:
+    paths = leave_run(tmp_path / "run", 1.0)
+    for attempt in (1, 2, 3):
+        assert next_attempt(paths) == attempt
+        freeze(replace(RunConfig(), seed=attempt), paths.config)
+        keep_attempt_config(paths, attempt)
+    kept = [(paths.root / f"config-attempt-{attempt}.yaml").read_text() for attempt in (1, 2, 3)]
+    assert len(set(kept)) == 3
+
+
+def test_a_name_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
+    for name in ("../elsewhere", "a/b", "", ".."):
+        config = config_in(tmp_path)
+        config.run.name = name
+        with pytest.raises(ConfigError, match=r"run\.name"):
+            choose_folder(config)
+
+
+def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError):
+        choose_folder(config_in(tmp_path / "file"))
+    with pytest.raises(RunFolderError, match="this is a file"):
+        choose_folder(config_in(tmp_path, folder=tmp_path / "file"))
+    with pytest.raises(RunFolderError, match=r"/proc/.* cannot be written"):  # not even by root
+        choose_folder(config_in(Path("/proc/no_such_folder")))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_an_input_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        choose_folder(config_in(tmp_path))

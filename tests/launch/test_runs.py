@@ -1,0 +1,194 @@
+"""Whole runs, launched as a user does, killed, stopped, resumed and joined.
+
+The oracle is the uninterrupted run: the same losses and gradient norms, bit for bit, no row missing or double.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import ROOT, alive, until
+
+pytestmark = pytest.mark.slow
+
+STEPS = 24
+COMMON = (
+    "strategy=ddp", "model=llama_tiny", "data=synthetic", "data.seq_len=64", "data.global_batch_size=8",
+    "data.synthetic.num_documents=200", "optimizer.lr=3e-4", "trainer.accelerator=cpu", "logger=none",
+    "checkpoint.every_n_steps=4", f"trainer.max_steps={STEPS}", "launch.threads_per_worker=1",
+)  # fmt: skip
+PROGRAM = (sys.executable, "-m", "mgpu_pipe")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def environment_at(place: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "MGPU_PIPE_CACHE": str(place / "cache")}
+
+
+def start(
+    place: Path, *overrides: str, program: Sequence[str] = PROGRAM, devices: int = 2
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*program, *COMMON, f"trainer.devices={devices}", f"run.root={place / 'outputs'}", *overrides],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place, env=environment_at(place),
+    )  # fmt: skip
+
+
+def run_to_end(process: subprocess.Popen[str], code: int = 0) -> tuple[Path, str]:
+    """The folder that the last line of stdout names, and stderr."""
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == code, err
+    last = out.rstrip().splitlines()[-1]
+    assert last.startswith("run: "), out
+    return Path(last.removeprefix("run: ")), err
+
+
+def rows(folder: Path) -> list[tuple[str, str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [(row["step"], row["train/loss"], row["train/grad_norm"]) for row in csv.DictReader(file)]
+
+
+def summary_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    def reached() -> bool:
+        file = folder / "metrics.csv"
+        return file.exists() and f"\n{step}," in file.read_text()
+
+    until(reached, f"step {step}", 120)
+
+
+@pytest.fixture(scope="module")
+def reference(place: Path) -> list[tuple[str, str, str]]:
+    folder, _ = run_to_end(start(place, "run.name=reference"))
+    found = rows(folder)
+    assert [int(step) for step, _, _ in found] == list(range(1, STEPS + 1))
+    return found
+
+
+def test_a_run_leaves_a_complete_folder(place: Path, reference: list[tuple[str, str, str]]) -> None:
+    (folder,) = (place / "outputs" / "reference").iterdir()
+    for name in (
+        "config.yaml", "overrides.txt", "environment.json", "metrics.csv", "summary.json", "report.html",
+        "tokenizer/tokenizer.json", "logs/rank-0.log", "logs/rank-1.log", "config-attempt-1.yaml",
+    ):  # fmt: skip
+        assert (folder / name).stat().st_size, name
+    summary, environment = summary_of(folder), json.loads((folder / "environment.json").read_text())
+    assert (summary["status"], summary["step"], summary["world_size"]) == ("finished", STEPS, 2)
+    assert environment["threads_per_worker"] == 1
+    assert environment["packages"]["torch"]
+
+
+def test_killed_at_any_moment_it_resumes_as_if_nothing_had_happened(
+    place: Path, reference: list[tuple[str, str, str]]
+) -> None:
+    folder = place / "killed"
+    launcher = start(place, f"run.dir={folder}")
+    wait_for_step(folder, 10)
+    pids = [int(pid) for pid in _children(launcher.pid)]
+    launcher.kill()
+    launcher.communicate(timeout=60)
+    assert len(pids) >= 2
+    until(lambda: not any(map(alive, pids)), "the end of all workers")
+    resumed = start(place, f"run.dir={folder}", "checkpoint.resume=auto")
+    wait_for_step(folder, 15)
+    resumed.send_signal(signal.SIGTERM)
+    _, said = run_to_end(resumed, code=75)
+    assert "resuming from" in said
+    stopped = summary_of(folder)
+    assert stopped["status"] == "stopped"
+    assert (folder / str(stopped["checkpoint"]) / "manifest.json").exists()
+    run_to_end(start(place, f"run.dir={folder}", "checkpoint.resume=auto"))
+    assert rows(folder) == reference
+    assert summary_of(folder)["attempts"] == 3
+    written = (folder / "summary.json").read_bytes()
+    run_to_end(start(place, f"run.dir={folder}", "checkpoint.resume=auto"))  # complete: nothing is done
+    assert (folder / "summary.json").read_bytes() == written
+
+
+def test_what_may_not_differ_is_refused_and_the_earlier_run_left_as_it_was(
+    place: Path, reference: list[tuple[str, str, str]]
+) -> None:
+    (folder,) = (place / "outputs" / "reference").iterdir()
+    kept = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.csv", "summary.json")}
+    more = (f"run.dir={folder}", "checkpoint.resume=auto", "trainer.max_steps=30")
+    other = start(place, *more, "seed=7", "data.global_batch_size=16")
+    _, said = other.communicate(timeout=120)
+    assert other.returncode == 2, said
+    assert "seed=7" in said
+    assert "data.global_batch_size=16" in said
+    assert "Traceback" not in said
+    assert {name: (folder / name).read_bytes() for name in kept} == kept
+
+
+def test_a_folder_in_use_is_refused_with_its_holder(place: Path) -> None:
+    folder = place / "busy"
+    holder = start(place, f"run.dir={folder}", "trainer.max_steps=100000", devices=1)
+    wait_for_step(folder, 2)
+    second = start(place, f"run.dir={folder}", "checkpoint.resume=auto", devices=1)
+    _, said = second.communicate(timeout=120)
+    holder.kill()
+    holder.communicate(timeout=60)
+    assert second.returncode == 2
+    assert f"in use by process {holder.pid} on " in said
+
+
+def test_torchruns_world_is_joined_with_the_same_losses(place: Path, reference: list[tuple[str, str, str]]) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "mgpu_pipe")
+    folder, _ = run_to_end(start(place, "run.name=joined", program=torchrun))
+    assert list((place / "outputs" / "joined").iterdir()) == [folder]
+    assert rows(folder) == reference
+    assert summary_of(folder)["world_size"] == 2
+    assert "step" in (folder / "logs" / "rank-0.log").read_text()
+
+
+def test_a_stopped_run_of_torchrun_ends_well_and_says_so(place: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "mgpu_pipe")
+    folder = place / "stopped"
+    agent = start(place, f"run.dir={folder}", "trainer.max_steps=100000", program=torchrun, devices=1)
+    wait_for_step(folder, 5)
+    (worker,) = _children(agent.pid)
+    os.kill(int(worker), signal.SIGTERM)
+    run_to_end(agent)
+    assert summary_of(folder)["status"] == "stopped"
+
+
+def test_on_a_terminal_a_bar_is_drawn_and_the_log_stays_plain(place: Path) -> None:
+    ours, theirs = pty.openpty()
+    folder = place / "terminal"
+    with subprocess.Popen(
+        [*PROGRAM, *COMMON, "trainer.devices=1", f"run.dir={folder}", "trainer.max_steps=3"],
+        stdout=subprocess.DEVNULL, stderr=theirs, cwd=place, env={**environment_at(place), "TERM": "xterm-256color"},
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                break
+        assert process.wait(timeout=120) == 0
+    os.close(ours)
+    assert b"\x1b[" in shown
+    assert b"3/3" in shown
+    assert b"\x1b" not in (folder / "logs" / "rank-0.log").read_bytes()
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
