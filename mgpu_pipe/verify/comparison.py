@@ -20,11 +20,12 @@ from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.verify import bounds
 from mgpu_pipe.verify.batches import Batch, global_batch, micro_batches, window_of
@@ -77,19 +78,18 @@ def compare(
     return watch.measurements
 
 
-def _configured(config: RunConfig, dims: ParallelDims) -> tuple[MeshStrategy, CausalLMObjective]:
+def _configured(config: RunConfig, dims: ParallelDims) -> tuple[MeshStrategy, Objective]:
     """The strategy and the objective as training assembles them."""
 
     def materialised(model: torch.nn.Module, device: torch.device) -> None:
         materialise(model, config.seed, device)  # type: ignore[arg-type]
 
-    strategy = MeshStrategy(
-        dims, torch.device("cpu"), precision=config.precision.name, max_norm=config.trainer.gradient_clip_val,
-        bucket_mib=config.strategy.bucket_mib, materialise=materialised,
-    )  # fmt: skip
-    objective = CausalLMObjective(
-        build_meta(config.model), optimizer_factory(config.optimizer),
-        build_schedule(config.scheduler, config.scheduler.total_steps or 1), config.objective.loss_chunk_tokens,
+    strategy = strategy_class(config.strategy.engine).from_config(
+        config, dims, torch.device("cpu"), materialise=materialised, dropout_seed=None, stop_requested=lambda: False
+    )
+    objective = objective_class(config.objective.name).from_config(
+        config, build_meta(config.model), optimizer_factory(config.optimizer),
+        build_schedule(config.scheduler, config.scheduler.total_steps or 1),
     )  # fmt: skip
     return strategy, objective
 
