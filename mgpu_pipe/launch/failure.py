@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, MgpuError
+from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, MgpuError, WorkerError
 from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
 
 TAIL_LINES = 25
@@ -51,7 +51,7 @@ class Failure:
 
     def show(self) -> str:
         """One line for an error that names its fix; else the traceback's end, the rank and its log."""
-        if not self.traceback:
+        if not self.traceback and self.type != WorkerError.__name__:
             return f"error: {self.message}"
         lines = self.traceback.rstrip().splitlines()
         tail = lines if len(lines) <= TAIL_LINES else ["  ...", *lines[-TAIL_LINES:]]
@@ -130,7 +130,7 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
     # NCCL's watchdog aborts the process from a thread of its own, so that no exception is left
     follows = end.code == -signal.SIGABRT and "processgroup" in tail.lower()
     return Failure(
-        rank=end.rank, type="WorkerError", message=message, traceback=tail or "(its log is empty)",
+        rank=end.rank, type=WorkerError.__name__, message=message, traceback=tail,
         exit_code=EXIT_FAILURE, at=end.seen_at, follows=follows, log=log,
     )  # fmt: skip
 

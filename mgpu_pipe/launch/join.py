@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 SLURM_PORTS = (15000, 20000)
 """First and number of the ports that a SLURM step's number is mapped to, where MASTER_PORT is not given."""
-OFFER = "mgpu_pipe/offer"
+OFFER = "offer"
 
 
 def existing_world(environment: Mapping[str, str]) -> dict[str, str]:
@@ -120,7 +120,8 @@ def _meet(config: RunConfig) -> Store:
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=config.launch.collective_timeout)))
-    return PrefixStore("mgpu_pipe", store)
+    # torchrun's own store outlives its workers: what was told before a restart must not be heard after it
+    return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _lead(
