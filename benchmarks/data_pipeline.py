@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.support import finish
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.encode import encode_all
-from mgpu_pipe.data.loader import train_windows
 from mgpu_pipe.data.packing import pack
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.sources import open_source
@@ -52,6 +50,8 @@ def loader_row(config: RunConfig, global_batch_size: int, seq_len: int) -> list[
     steps = max(1, TARGET_TOKENS // (global_batch_size * seq_len))
     plan = BatchPlan(global_batch_size, 1, 8)
     tokens = steps * global_batch_size * seq_len
+    from mgpu_pipe.data.loader import train_windows
+
     template = np.zeros((3, global_batch_size, seq_len), np.int64)
 
     def load() -> None:
@@ -105,7 +105,6 @@ def children_seconds() -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     everywhere = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig()
@@ -114,6 +113,9 @@ def main() -> None:
         rows = tokenising_rows(config, Path(folder))
         prepare(config)
         os.sched_setaffinity(0, set(islice(everywhere, 1)))
+        import torch  # not before: the tokenising processes import this module
+
+        torch.set_num_threads(1)
         rows += [loader_row(config, *shape) for shape in ((32, 256), (256, 256), (256, 2048), (32, 8192))]
         rows += [packing_row(*shape) for shape in ((200, 0.6, 256), (400, 1.0, 2048), (800, 1.2, 8192))]
         os.sched_setaffinity(0, everywhere)

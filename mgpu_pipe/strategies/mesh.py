@@ -9,7 +9,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
@@ -24,6 +23,7 @@ from mgpu_pipe.parallel.data import GradientReducer
 from mgpu_pipe.parallel.fully_shard import apply_fully_shard, set_gradient_sync
 from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
 from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims
 
 Materialise = Callable[[Any, torch.device], object]
@@ -68,7 +68,7 @@ class MeshStrategy(ParallelStrategy):
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(cluster_environment=TorchElasticEnvironment())
+        super().__init__(cluster_environment=ExistingWorld())
         self.dims = dims
         self._device = device
         self._precision = precision

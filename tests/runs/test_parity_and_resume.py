@@ -123,7 +123,7 @@ def test_sigterm_saves_and_another_number_of_processes_goes_on(
 
 def test_a_torchrun_world_is_joined(cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "-m", "mgpu_pipe",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "mgpu_pipe",
         *overrides(corpus, "strategy=ddp", "trainer.devices=2", "trainer.max_steps=30"),
     ]  # fmt: skip
     done = subprocess.run(
