@@ -54,3 +54,11 @@ def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
     if not shards:
         root.set_requires_gradient_sync(last)
     root.set_is_last_backward(last)
+
+
+def reshard_all(root: FSDPModule) -> None:
+    """Free the gathered compute copies of every block, so that ``named_parameters()`` are the sharded masters again."""
+    assert isinstance(root, torch.nn.Module)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

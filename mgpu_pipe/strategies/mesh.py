@@ -20,7 +20,7 @@ from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.data import GradientReducer
-from mgpu_pipe.parallel.fully_shard import apply_fully_shard, set_gradient_sync
+from mgpu_pipe.parallel.fully_shard import apply_fully_shard, reshard_all, set_gradient_sync
 from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.world import ExistingWorld
@@ -263,16 +263,24 @@ class MeshStrategy(ParallelStrategy):
 
     def model_pieces(self) -> list[Piece]:
         """This rank's parts of the weights, as live tensors."""
+        self._settle()
         return named_tensor_pieces(self.objective.model.named_parameters())
 
     def optimizer_pieces(self) -> list[Piece]:
         """This rank's parts of the optimizer state, as live tensors."""
+        self._settle()
         return optimizer_pieces(self.objective.model, self.optimizers[0])
 
     def gradient_pieces(self) -> list[Piece]:
         """This rank's parts of the gradients, as live tensors."""
+        self._settle()
         named = ((n, p.grad) for n, p in self.objective.model.named_parameters() if p.grad is not None)
         return named_tensor_pieces(named)
+
+    def _settle(self) -> None:
+        """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""
+        if self._sharded is not None:
+            reshard_all(self._sharded)
 
 
 def _finite(value: float) -> bool:

@@ -140,6 +140,33 @@ def test_bf16_is_as_close_to_fp32_as_one_bf16_process() -> None:
         )
 
 
+def _saved_between_evaluation_and_training() -> dict[str, Any]:
+    """Three bf16 steps; before the third, an evaluation and a look at every piece, as a checkpoint takes."""
+    taken: dict[str, Any] = {}
+
+    class Look(Watch):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch.step == 2:
+                taken["loss"] = float(trainer.strategy.run_evaluation(batch))
+                pieces = [*trainer.strategy.model_pieces(), *trainer.strategy.optimizer_pieces()]
+                taken["dtypes"] = {str(piece.tensor.dtype) for piece in pieces}
+                taken["bytes"] = sum(len(piece.tensor.contiguous().numpy().tobytes()) for piece in pieces)
+
+    original, globals()["Watch"] = Watch, Look
+    try:
+        return {**trained("llama", 4, "bf16", steps=3), **taken}
+    finally:
+        globals()["Watch"] = original
+
+
+def test_bf16_state_is_fp32_also_right_after_an_evaluation_and_training_goes_on() -> None:
+    untouched = run_processes(2, trained, "llama", 4, "bf16", 7, None, None, 3)
+    for result, other in zip(run_processes(2, _saved_between_evaluation_and_training), untouched, strict=True):
+        assert result["dtypes"] == {"torch.float32"} and result["bytes"] > 0
+        assert result["rows"] == other["rows"]
+        assert torch.equal(whole(result["weights"]), whole(other["weights"]))
+
+
 def test_a_nan_on_one_rank_stops_all_before_the_update() -> None:
     for result in run_processes(2, trained, "llama", 4, "fp32", 7, None, 3):
         assert result == {"error": "the loss at step 4", "steps": 3}
