@@ -76,8 +76,9 @@ def test_make_train_runs_the_quickstart(tmp_path: Path, cache: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mgpu_pipe "$@"\n')
     program.chmod(0o755)
     (tmp_path / ".venv" / ".installed").touch()
+    short = [*SHORT, "model=llama_tiny", "trainer.max_steps=2", "scheduler.warmup_steps=1", "precision=bf16"]
     done = subprocess.run(
-        ["make", "train", f"OVERRIDES={' '.join(SHORT)} model=llama_tiny trainer.max_steps=2"],
+        ["make", "train", f"OVERRIDES={' '.join(short)}"],
         cwd=tmp_path, env=environment(cache), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

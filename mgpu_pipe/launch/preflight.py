@@ -225,4 +225,6 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
     if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
+        if config.objective.sample_prompts:
+            notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
     return notices

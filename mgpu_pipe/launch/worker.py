@@ -25,6 +25,7 @@ from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
     from mgpu_pipe.config.schema import RunConfig
@@ -95,9 +96,10 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
             )
         finally:
             sys.stderr = usual
-        if world.rank == 0:
-            samples = _samples(config, result, prepared.tokenizer_folder) if result.status == "finished" else []
-            write_finished(paths, result, world, samples, time.monotonic() - started)
+        device = next(result.model.parameters()).device
+    if world.rank == 0:
+        samples = _samples(config, result, device) if result.status == "finished" else []
+        write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
 
 
@@ -114,17 +116,21 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:
-    """The configured prompts, continued by the trained model; by one rank, which therefore has to hold it whole."""
+def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[dict[str, str]]:
+    """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved.
+
+    Not by the model that was trained: it may be sharded, and its forward pass then a collective.
+    """
     prompts = config.objective.sample_prompts
-    if not prompts:
+    if not prompts or result.checkpoint is None:
         return []
     from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.load import load_run
 
+    run = load_run(result.checkpoint, device)
     texts = generate_text(
-        result.model, tokenizer_folder, prompts,
-        max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed,
-    )  # fmt: skip
+        run.model, run.tokenizer(), prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
+    )
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
