@@ -111,7 +111,8 @@ def completed(folder: RunFolder, config: RunConfig) -> bool:
     if not folder.goes_on or summary.get("status") != "finished":
         return False
     if config.trainer.max_steps is not None:
-        return config.trainer.max_steps <= int(str(summary["step"]))
+        reached = summary.get("max_steps", summary.get("step"))  # a callback may have ended it before its limit
+        return isinstance(reached, int) and config.trainer.max_steps <= reached
     before = load(folder.paths.config).trainer
     return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
