@@ -59,7 +59,8 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
-        found += _collected(lambda: _check_packing(config))
+        if not any(_section(error) == "model" for error in found):
+            found += _collected(lambda: _check_packing(config))
     return _one_for_each_key(found)
 
 
@@ -227,4 +228,8 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.sample_prompts:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
+    keep = config.checkpoint
+    if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
+        text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
+        notices.append(Notice("checkpoint.keep_best", text))
     return notices
