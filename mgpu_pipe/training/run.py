@@ -237,9 +237,10 @@ def _build_trainer(
     if rank == 0:
         loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", save_dir=str(paths.root))
                    for name, node in config.logger.items()]
+    sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     trainer = pl.Trainer(
         accelerator=device.type,
-        devices=dist.get_world_size() // config.trainer.num_nodes,
+        devices=1 if sees_one else dist.get_world_size() // config.trainer.num_nodes,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
         max_steps=max_steps,
