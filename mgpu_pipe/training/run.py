@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from transformers.utils.logging import disable_progress_bar
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
@@ -261,7 +262,8 @@ def _build_trainer(
 
 
 def _quiet_lightning() -> None:
-    """Keep Lightning's hints about settings that this program decides out of the user's output."""
+    """Keep hints about settings that this program decides, and others' progress bars, out of the user's output."""
+    disable_progress_bar()
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
