@@ -6,6 +6,7 @@ calls this.
 
 from __future__ import annotations
 
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +58,7 @@ def all_errors(config: RunConfig) -> list[BadInputError]:
 def value_errors(config: RunConfig) -> list[BadInputError]:
     """Keys whose value is wrong whatever other sections say."""
     return [*range_errors(config), *_name_errors(config), *slot_errors(config), *_path_errors(config),
-            *_model_choice(config), *_missing_paths(config)]
+            *_model_choice(config), *_attention_errors(config), *_missing_paths(config)]
 
 
 def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputError]:
@@ -174,6 +175,14 @@ def _model_choice(config: RunConfig) -> list[ConfigError]:
         fix = "use model=hf with model.path, or leave model.path out"
         return [ConfigError("model.path", model.path, fix, f"model.type={model.type} is set too")]
     return []
+
+
+def _attention_errors(config: RunConfig) -> list[ConfigError]:
+    attention = config.model.attn_implementation
+    if attention != "flash_attention_2" or PathFinder.find_spec("flash_attn") is not None:
+        return []
+    fix = "install flash-attn, or use auto or sdpa"
+    return [ConfigError("model.attn_implementation", attention, fix, "the package flash-attn is not installed")]
 
 
 def _device_errors(config: RunConfig, joined: bool) -> list[ConfigError]:

@@ -85,6 +85,8 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
     from mgpu_pipe.launch.summary import write_finished
     from mgpu_pipe.training.run import train
 
+    if config.trainer.deterministic:  # read when cuBLAS is first used; without it torch refuses its kernels
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     live = _live_stream() if world.rank == 0 else None
     with process_group(world, store, device_type(config), config.launch.collective_timeout):

@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from transformers.utils.logging import disable_progress_bar
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
@@ -237,9 +238,10 @@ def _build_trainer(
     if rank == 0:
         loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", save_dir=str(paths.root))
                    for name, node in config.logger.items()]
+    sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     trainer = pl.Trainer(
         accelerator=device.type,
-        devices=dist.get_world_size() // config.trainer.num_nodes,
+        devices=1 if sees_one else dist.get_world_size() // config.trainer.num_nodes,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
         max_steps=max_steps,
@@ -260,7 +262,8 @@ def _build_trainer(
 
 
 def _quiet_lightning() -> None:
-    """Keep Lightning's hints about settings that this program decides out of the user's output."""
+    """Keep hints about settings that this program decides, and others' progress bars, out of the user's output."""
+    disable_progress_bar()
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
