@@ -17,7 +17,8 @@ from mgpu_pipe.config.validate import range_errors, relation_errors, value_error
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
-STRATEGIES = "this version has strategy=single and strategy=ddp"
+STRATEGIES = "this version has strategy=single, ddp, fsdp and hsdp"
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
         errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", STRATEGIES))
     for axis in (*AXES, "ep"):
         size = getattr(strategy, axis)
-        if axis != "dp_replicate" and size != 1:
+        if axis not in DATA_AXES and size != 1:
             errors.append(ConfigError(f"strategy.{axis}", size, "use 1", STRATEGIES))
-    if strategy.name == "single" and strategy.dp_replicate == 1 and world != 1 and not errors:
+    if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
         key, value = ("trainer.num_nodes", config.trainer.num_nodes)
         if config.trainer.devices != 1 and config.trainer.devices != "auto":
             key, value = "trainer.devices", config.trainer.devices

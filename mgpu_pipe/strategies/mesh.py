@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import ParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
 
@@ -20,7 +21,13 @@ from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.data import GradientReducer
-from mgpu_pipe.parallel.fully_shard import apply_fully_shard, reshard_all, set_gradient_sync
+from mgpu_pipe.parallel.fully_shard import (
+    ShardingOptions,
+    UsedParameters,
+    apply_fully_shard,
+    reshard_all,
+    set_gradient_sync,
+)  # fmt: skip
 from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.world import ExistingWorld
@@ -52,6 +59,7 @@ class MeshStrategy(ParallelStrategy):
         materialise: fills the parameters and buffers of a model that was built on the meta device, in place.
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
+        sharding: options of ``dp_shard``.
     """
 
     strategy_name = "mgpu_mesh"
@@ -67,6 +75,7 @@ class MeshStrategy(ParallelStrategy):
         materialise: Materialise | None = None,
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        sharding: ShardingOptions | None = None,
     ) -> None:
         super().__init__(cluster_environment=ExistingWorld())
         self.dims = dims
@@ -77,8 +86,10 @@ class MeshStrategy(ParallelStrategy):
         self._materialise = materialise
         self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
+        self._sharding = sharding or ShardingOptions()
         self._reducer: GradientReducer | None = None
         self._sharded: FSDPModule | None = None
+        self._used: UsedParameters | None = None
         self._parameters: list[torch.nn.Parameter] = []
 
     @classmethod
@@ -102,7 +113,11 @@ class MeshStrategy(ParallelStrategy):
             materialise=materialise,
             dropout_seed=dropout_seed,
             stop_requested=stop_requested,
-        )
+            sharding=ShardingOptions(
+                config.strategy.fsdp.reshard_after_forward, config.strategy.fsdp.prefetch,
+                offload=config.strategy.offload == "cpu",
+            ),
+        )  # fmt: skip
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -179,18 +194,23 @@ class MeshStrategy(ParallelStrategy):
         return module
 
     def parallelise(self, model: torch.nn.Module) -> None:
-        """Split ``model`` over the mesh and fill its parameters. A collective call."""
+        """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
         if self.dims.dp_shard > 1 or self._precision != "fp32":
-            mesh = self.dims.device_mesh(self._device.type)["dp_replicate", "dp_shard"]
-            if self._materialise is not None:
-                self._materialise(model, self._device)
-            self._sharded = apply_fully_shard(model, mesh, self._precision)
-        else:
-            if self._materialise is not None:
-                self._materialise(model, self._device)
-            if self.dims.data_parallel_size > 1:
-                self._reducer = GradientReducer(model.parameters(), None, self._bucket_mib)
+            self._sharded = apply_fully_shard(model, self._data_mesh(), self._precision, self._sharding)
+        if self._materialise is not None:
+            self._materialise(model, torch.device("cpu") if self._sharding.offload else self._device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        if self._sharded is not None:
+            if self._sharding.offload:
+                _move_buffers(model, self._device)
+            self._used = UsedParameters(model, self._parameters)
+        elif self.dims.data_parallel_size > 1:
+            self._reducer = GradientReducer(self._parameters, None, self._bucket_mib)
+
+    def _data_mesh(self) -> DeviceMesh:
+        """Shards alone where there is one replica, so that nothing is reduced over an axis of size 1."""
+        axes = ("dp_shard",) if self.dims.dp_replicate == 1 else ("dp_replicate", "dp_shard")
+        return self.dims.device_mesh(self._device.type)[axes]
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -207,6 +227,8 @@ class MeshStrategy(ParallelStrategy):
         if self._reducer is not None:
             # Here, not after the update: Lightning and its callbacks may have set gradients to None since.
             self._reducer.zero()
+        if self._used is not None:
+            self._used.clear()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
             last = index == len(window.micro_batches) - 1
@@ -220,7 +242,7 @@ class MeshStrategy(ParallelStrategy):
         return self._finish_step(window, loss_sum)
 
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
-        used = self._reducer.finish() if self._reducer is not None else []
+        used, parameters = self._gradients_seen()
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, whether any is to stop, and which gradients exist.
         facts = torch.cat([loss_sum.reshape(1), torch.tensor([stop, *map(float, used)], device=self._device)])
@@ -230,8 +252,10 @@ class MeshStrategy(ParallelStrategy):
         # One copy to the host for all that it decides.
         scalars = torch.stack([facts[0] / window.normalizer, facts[1], norm, unused.sum().double()])
         loss, stopping, norm_value, num_unused = scalars.tolist()
-        if self._reducer is not None and num_unused:
-            self._reducer.drop(torch.nonzero(unused).flatten().tolist())
+        if num_unused:
+            # No process used them: none, as one process has, and not the zeros that were reduced.
+            for index in torch.nonzero(unused).flatten().tolist():
+                parameters[index].grad = None
         if not _finite(loss):
             raise NonFiniteStep("the loss", window)
         if not _finite(norm_value):
@@ -239,6 +263,14 @@ class MeshStrategy(ParallelStrategy):
         if self._max_norm is not None:
             clip_gradients(self._parameters, norm_value, self._max_norm)
         return StepResult(loss, norm_value, stopping > 0)
+
+    def _gradients_seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
+        """Wait for what is being reduced; which of these parameters got a gradient on this process."""
+        if self._reducer is not None:
+            return self._reducer.finish(), self._reducer.parameters
+        if self._used is not None:
+            return self._used.flags, self._parameters
+        return [], []
 
     def zero_gradients(self) -> None:
         """Free the gradients; the reducer's stay in its buckets and are cleared when the next window starts."""
@@ -250,9 +282,22 @@ class MeshStrategy(ParallelStrategy):
     def run_evaluation(self, window: StepWindow) -> torch.Tensor:
         objective = self.objective
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for micro_batch in window.micro_batches:
+        micro_batches = window.micro_batches
+        if self.dims.dp_shard > 1:
+            micro_batches = self._as_many_as_any(micro_batches)
+        for micro_batch in micro_batches:
             total += objective.micro_batch_loss(micro_batch)
+        self._settle()
         return total
+
+    def _as_many_as_any(self, micro_batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """The micro-batches, and empty ones until every rank has as many: a forward pass gathers from all ranks."""
+        length = next(iter(micro_batches[0].values())).shape[1] if micro_batches else 0
+        most = torch.tensor([len(micro_batches), length], device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        count, length = most.tolist()
+        missing = count - len(micro_batches)
+        return [*micro_batches, *[self.objective.empty_micro_batch(length, self._device)] * missing]
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         if self.dims.data_parallel_size > 1:
@@ -281,6 +326,15 @@ class MeshStrategy(ParallelStrategy):
         """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""
         if self._sharded is not None:
             reshard_all(self._sharded)
+
+
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring everything but the parameters to ``device``."""
+    for module in model.modules():
+        for holder in (module._buffers, module.__dict__):
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    holder[name] = value.to(device)
 
 
 def _finite(value: float) -> bool:
