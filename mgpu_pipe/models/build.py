@@ -15,6 +15,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.folder import check_model_folder, read_config_json
+from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
 from mgpu_pipe.models.parts import PartOf, fill_parameters
 
@@ -57,8 +58,10 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def build_meta(model: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device: fp32 parameters, tied weights tied, in training mode."""
-    return _build_meta(model_config(model), model)
+    """The model on the meta device: fp32 parameters, tied weights tied, ``model.freeze`` frozen, in training mode."""
+    built = _build_meta(model_config(model), model)
+    freeze_parameters(built, model.freeze)
+    return built
 
 
 def recipe_of(model: PreTrainedModel) -> InitRecipe:
@@ -153,6 +156,7 @@ def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTraine
     loaded, info = result
     _check_loading(folder, info, set(tied_sources(loaded)))
     loaded.config.use_cache = False
+    freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
     return trained
 

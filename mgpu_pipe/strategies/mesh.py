@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -20,6 +20,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.data import GradientReducer
 from mgpu_pipe.parallel.fully_shard import (
     ShardingOptions,
@@ -60,6 +62,8 @@ class MeshStrategy(ParallelStrategy):
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
         sharding: options of ``dp_shard``.
+        activation_checkpointing: ``none``, ``full`` or ``selective``.
+        compile_model: compile each block.
     """
 
     strategy_name = "mgpu_mesh"
@@ -76,6 +80,8 @@ class MeshStrategy(ParallelStrategy):
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
         sharding: ShardingOptions | None = None,
+        activation_checkpointing: Literal["none", "full", "selective"] = "none",
+        compile_model: bool = False,
     ) -> None:
         super().__init__(cluster_environment=ExistingWorld())
         self.dims = dims
@@ -87,6 +93,8 @@ class MeshStrategy(ParallelStrategy):
         self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
         self._sharding = sharding or ShardingOptions()
+        self._activation_checkpointing = activation_checkpointing
+        self._compile_model = compile_model
         self._reducer: GradientReducer | None = None
         self._sharded: FSDPModule | None = None
         self._used: UsedParameters | None = None
@@ -117,6 +125,8 @@ class MeshStrategy(ParallelStrategy):
                 config.strategy.fsdp.reshard_after_forward, config.strategy.fsdp.prefetch,
                 offload=config.strategy.offload == "cpu",
             ),
+            activation_checkpointing=config.strategy.activation_checkpointing,
+            compile_model=config.model.compile,
         )  # fmt: skip
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
@@ -195,6 +205,9 @@ class MeshStrategy(ParallelStrategy):
 
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
+        apply_activation_checkpointing(model, self._activation_checkpointing)
+        if self._compile_model:
+            compile_blocks(model)
         if self.dims.dp_shard > 1 or self._precision != "fp32":
             self._sharded = apply_fully_shard(model, self._data_mesh(), self._precision, self._sharding)
         if self._materialise is not None:
