@@ -154,7 +154,7 @@ def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTraine
         ignore_mismatched_sizes=True,
     )  # fmt: skip
     loaded, info = result
-    _check_loading(folder, info, set(tied_sources(loaded)))
+    check_loading(folder, info, set(tied_sources(loaded)))
     loaded.config.use_cache = False
     freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
@@ -185,7 +185,7 @@ def _refused(model: ModelConfig, error: Exception) -> ConfigError:
     )
 
 
-def _check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None:
+def check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None:
     """Raise for tensors that did not find their place, each kind listed with its first names."""
     mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - tied - mismatched

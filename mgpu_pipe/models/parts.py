@@ -45,6 +45,11 @@ class PartOf:
         return rows
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``, as a live view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def fill_parameters(
     model: nn.Module, values: Callable[[str, PartOf], torch.Tensor], device: torch.device | str
 ) -> None:

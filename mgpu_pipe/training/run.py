@@ -25,6 +25,7 @@ from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import ConfigError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
+from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -84,7 +85,7 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    model, fill = _build_model(config, device)
+    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1)
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
@@ -179,14 +180,20 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _build_model(
-    config: RunConfig, device: torch.device
+    config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     """The model, and what fills it where it is still on the meta device."""
     source = config.model
     if _starts_from_folder(config):
         source = replace(config.model, path=config.checkpoint.init_from)
-    if source.path is not None:
+    if source.path is not None and not sharded:
         return load_pretrained(source, device), None
+    if source.path is not None:
+
+        def read(model: PreTrainedModel, device: torch.device) -> None:
+            fill_from_folder(model, source, device)
+
+        return build_meta(source), read
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)
