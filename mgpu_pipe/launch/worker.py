@@ -95,8 +95,8 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
             )
         finally:
             sys.stderr = usual
+        samples = _samples(config, result, prepared.tokenizer_folder, world.rank) if result.status == "finished" else []
         if world.rank == 0:
-            samples = _samples(config, result, prepared.tokenizer_folder) if result.status == "finished" else []
             write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
 
@@ -114,16 +114,19 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:
-    """The configured prompts, continued by the trained model; by one rank, which therefore has to hold it whole."""
+def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path, rank: int) -> list[dict[str, str]]:
+    """The configured prompts, continued by the trained model.
+
+    By rank 0 alone where it holds the model whole; by all ranks together where a forward pass gathers from all.
+    """
     prompts = config.objective.sample_prompts
-    if not prompts:
+    if not prompts or (rank != 0 and not result.sharded):
         return []
     from mgpu_pipe.inference.generation import generate_text
 
     texts = generate_text(
-        result.model, tokenizer_folder, prompts,
-        max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed,
+        result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens,
+        seed=config.seed, together=result.sharded,
     )  # fmt: skip
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 

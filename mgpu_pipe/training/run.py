@@ -52,6 +52,8 @@ class TrainResult:
     step: int
     metrics: dict[str, float]
     checkpoint: Path | None
+    sharded: bool = False
+    """No process holds ``model`` whole: all take part in each of its forward passes."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -323,4 +325,5 @@ def _result(
         "data": prepared.as_dict(),
         "memory": {"peak_gib": peaks.tolist()},
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, summary)
+    sharded = dims.dp_shard > 1
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, sharded, summary)
