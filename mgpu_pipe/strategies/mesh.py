@@ -31,6 +31,7 @@ from mgpu_pipe.parallel.fully_shard import (
     set_gradient_sync,
 )  # fmt: skip
 from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
+from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims
@@ -98,6 +99,7 @@ class MeshStrategy(ParallelStrategy):
         self._reducer: GradientReducer | None = None
         self._sharded: FSDPModule | None = None
         self._used: UsedParameters | None = None
+        self._memory: dict[str, int] = {}
         self._parameters: list[torch.nn.Parameter] = []
 
     @classmethod
@@ -249,13 +251,25 @@ class MeshStrategy(ParallelStrategy):
                 self._reducer.start(last)
             elif self._sharded is not None:
                 set_gradient_sync(self._sharded, last, self.dims.dp_shard > 1)
-            loss = objective.micro_batch_loss(micro_batch)
+            loss = self._forward(micro_batch)
             loss.backward(torch.full_like(loss, 1.0 / window.normalizer))
             loss_sum += loss.detach()
         return self._finish_step(window, loss_sum)
 
+    def _forward(self, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The micro-batch's loss; the first one's activations are measured."""
+        if "activations" in self._memory or self._compile_model:
+            return self.objective.micro_batch_loss(micro_batch)
+        with ForwardMeter(self._device) as meter:
+            loss = self.objective.micro_batch_loss(micro_batch)
+        gathered = gathered_bytes(self.objective.model) if self._sharded is not None else 0
+        self._memory["activations"] = max(0, meter.left_bytes() - gathered)
+        return loss
+
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         used, parameters = self._gradients_seen()
+        if "gradients" not in self._memory:
+            self._memory["gradients"] = storage_bytes(p.grad for p in self._parameters if p.grad is not None)
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, whether any is to stop, and which gradients exist.
         facts = torch.cat([loss_sum.reshape(1), torch.tensor([stop, *map(float, used)], device=self._device)])
@@ -334,6 +348,21 @@ class MeshStrategy(ParallelStrategy):
         self._settle()
         named = ((n, p.grad) for n, p in self.objective.model.named_parameters() if p.grad is not None)
         return named_tensor_pieces(named)
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps: of weights, gradients and optimizer state, and of activations.
+
+        Activations are what the run's first forward pass left for its backward pass (not known where blocks are
+        compiled); gradients are those after the first window.
+        """
+        self._settle()
+        states = (value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values())
+        return {
+            "weights": storage_bytes(self.objective.model.parameters()),
+            "gradients": self._memory.get("gradients", 0),
+            "optimizer": storage_bytes(value for value in states if isinstance(value, torch.Tensor)),
+            **{name: size for name, size in self._memory.items() if name == "activations"},
+        }
 
     def _settle(self) -> None:
         """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""

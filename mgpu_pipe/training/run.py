@@ -31,6 +31,7 @@ from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
 from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
@@ -146,6 +147,11 @@ def train(
             step.what, window.step + 1, window.first_sample, window.first_sample + window.num_samples - 1,
             good.path if good is not None else None,
         ) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        parts = strategy.memory_parts() if strategy.optimizers else {}
+        raise out_of_memory(error, rank, config, dims, plan, model, parts) from error
     finally:
         if writer is not None:
             writer.sync()
@@ -292,9 +298,7 @@ def _result(
     checkpointer: Checkpointer,
     precision: str,
 ) -> TrainResult:
-    peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=strategy.root_device)
-    peaks[dist.get_rank()] = peak_memory_gib(strategy.root_device)
-    dist.all_reduce(peaks)
+    memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
     status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
     metrics = {**recorder.metrics, **recorder.throughput()}
     if prepared.unigram_perplexity is not None:
@@ -323,7 +327,7 @@ def _result(
             "seq_len": config.data.seq_len,
         },
         "data": prepared.as_dict(),
-        "memory": {"peak_gib": peaks.tolist()},
+        "memory": memory,
     }
     sharded = dims.dp_shard > 1
     return TrainResult(model, status, recorder.step, metrics, checkpoint, sharded, summary)
