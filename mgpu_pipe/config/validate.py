@@ -33,6 +33,8 @@ ABOVE_ZERO = (
     "launch.collective_timeout",
 )
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
+MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
+"""Metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``; ``val/`` where the step was evaluated."""
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
 
 
@@ -137,6 +139,9 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
     ):
         if value not in built_in and value not in plugins.registered(group):
             errors.append(ConfigError(key, value, choose_from(value, [*built_in, *plugins.registered(group)])))
+    metric = config.checkpoint.best_metric
+    if metric not in MEASURED:
+        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, MEASURED), "no such metric"))
     name = config.run.name
     if not name or name in (".", "..") or "/" in name or "\0" in name or name != name.strip():
         errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))

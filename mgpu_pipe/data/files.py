@@ -137,7 +137,9 @@ def json_row(line: str, origin: str) -> dict[str, Any]:
     """
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise DataError(f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line)") from error
+    except ValueError as error:  # a number of too many digits
         raise DataError(f"{origin}: is not valid JSON: {error}") from error
     except RecursionError as error:
         raise DataError(f"{origin}: is JSON nested too deeply") from error

@@ -60,7 +60,8 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
-        found += _collected(lambda: _check_packing(config))
+        if not any(_section(error) == "model" for error in found):
+            found += _collected(lambda: _check_packing(config))
     return _one_for_each_key(found)
 
 
@@ -226,4 +227,10 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
     if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
+        if config.objective.sample_prompts:
+            notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
+    keep = config.checkpoint
+    if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
+        text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
+        notices.append(Notice("checkpoint.keep_best", text))
     return notices

@@ -25,12 +25,16 @@ from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.prepare import PreparedData
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.training.run import TrainResult
+
+
+Sample = dict[str, str]
 
 
 def main(folder: Path) -> int:
@@ -95,9 +99,12 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
             )
         finally:
             sys.stderr = usual
-        samples = _samples(config, result, prepared.tokenizer_folder, world.rank) if result.status == "finished" else []
-        if world.rank == 0:
-            write_finished(paths, result, world, samples, time.monotonic() - started)
+        samples = _samples_by_all(config, result, prepared.tokenizer_folder)
+        device = next(result.model.parameters()).device
+    if world.rank == 0:
+        if not result.sharded:
+            samples = _samples(config, result, device)
+        write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
 
 
@@ -114,19 +121,31 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path, rank: int) -> list[dict[str, str]]:
-    """The configured prompts, continued by the trained model.
-
-    By rank 0 alone where it holds the model whole; by all ranks together where a forward pass gathers from all.
-    """
+def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[Sample]:
+    """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved."""
     prompts = config.objective.sample_prompts
-    if not prompts or (rank != 0 and not result.sharded):
+    if not prompts or result.status != "finished" or result.checkpoint is None:
+        return []
+    from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.load import load_run
+
+    run = load_run(result.checkpoint, device)
+    texts = generate_text(
+        run.model, run.tokenizer(), prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
+    )
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[Sample]:
+    """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
+    prompts = config.objective.sample_prompts
+    if not prompts or result.status != "finished" or not result.sharded:
         return []
     from mgpu_pipe.inference.generation import generate_text
 
     texts = generate_text(
         result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens,
-        seed=config.seed, together=result.sharded,
+        seed=config.seed, together=True,
     )  # fmt: skip
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 

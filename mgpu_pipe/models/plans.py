@@ -75,7 +75,9 @@ def _matches(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
     found = []
     for name in modules:
         parts = name.split(".")
-        if len(parts) == len(words) and all(w == p or (w == "*" and p.isdigit()) for w, p in zip(words, parts, strict=True)):
+        if len(parts) != len(words):
+            continue
+        if all(word in (part, "*" if part.isdigit() else part) for word, part in zip(words, parts, strict=True)):
             found.append(name)
     return found
 

@@ -67,7 +67,8 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
                 mismatched.add(name)
     done = {id(parameters[name]) for name in filled | mismatched}
     missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
-    check_loading(folder, {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}, set())
+    found = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+    check_loading(folder, found, set())
     return model.train()
 
 
@@ -109,9 +110,8 @@ def _convert(
         if not made_of.converted or name not in parameters:
             continue
         tensors = {key: held[key].get_slice(key) for key in made_of.keys}
-        options = LoadStateDictConfig(
-            weight_mapping=get_model_conversion_mapping(twin), dtype=torch.float32, device_map={"": "cpu"}
-        )
+        mapping: Any = get_model_conversion_mapping(twin)
+        options = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32, device_map={"": "cpu"})
         with _no_progress_bar():
             convert_and_load_state_dict_in_model(twin, tensors, options)
         for other, value in list(twin.named_parameters(remove_duplicate=False)):

@@ -235,7 +235,6 @@ class MeshStrategy(ParallelStrategy):
         Raises:
             NonFiniteStep: on every rank alike, before the update.
         """
-        objective = self.objective
         if self._dropout_seed is not None:
             at = self.dims.data_parallel_rank(self.global_rank)
             torch.manual_seed(step_seed(self._dropout_seed, window.step, at))
@@ -356,11 +355,11 @@ class MeshStrategy(ParallelStrategy):
         compiled); gradients are those after the first window.
         """
         self._settle()
-        states = (value for optimizer in self.optimizers for state in optimizer.state.values() for value in state.values())
+        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return {
             "weights": storage_bytes(self.objective.model.parameters()),
             "gradients": self._memory.get("gradients", 0),
-            "optimizer": storage_bytes(value for value in states if isinstance(value, torch.Tensor)),
+            "optimizer": storage_bytes(v for state in states for v in state.values() if isinstance(v, torch.Tensor)),
             **{name: size for name, size in self._memory.items() if name == "activations"},
         }
 

@@ -38,7 +38,7 @@ def memory_by_rank(parts: Mapping[str, int], peak_gib: float, device: torch.devi
     table[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(table)
     names = ["peak_gib", *(f"{name}_gib" for name in PARTS), "other_gib"]
-    return {name: column for name, column in zip(names, table.t().tolist(), strict=True)}
+    return dict(zip(names, table.t().tolist(), strict=True))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

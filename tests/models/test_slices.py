@@ -55,8 +55,13 @@ def test_every_rank_reads_its_own_parts(tmp_path: Path) -> None:
         assert sum(sizes) == sum(p.numel() for p in whole.parameters())
 
 
-@pytest.mark.parametrize(("field", "kind"), [({"intermediate_size": 64}, "another shape"), ({"num_hidden_layers": 3}, "missing"),
-                                             ({"num_hidden_layers": 1}, "unexpected")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ({"intermediate_size": 64}, "another shape"), ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1}, "unexpected"),
+    ],
+)
 def test_a_folder_of_another_model_is_refused(tmp_path: Path, field: dict[str, Any], kind: str) -> None:
     source = ModelConfig(path=str(folder_of("llama", tmp_path)), config=field)
     with pytest.raises(ModelFolderError, match=kind):

@@ -23,7 +23,8 @@ def evaluated(dims: ParallelDims, counts: list[int]) -> float:
     def evaluate(strategy: Any) -> None:
         batch = batch_of(CASE, 100)
         first = sum(counts[:rank])
-        parts = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(first, first + counts[rank])]
+        mine = range(first, first + counts[rank])
+        parts = [{name: value[at : at + 1] for name, value in batch.items()} for at in mine]
         normalizer = int((batch["labels"] != IGNORE_INDEX).sum())
         window = StepWindow(0, 0, sum(counts), parts, normalizer)
         total = strategy.sum_over_data(strategy.run_evaluation(window).reshape(1))

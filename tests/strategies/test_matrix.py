@@ -1,4 +1,4 @@
-"""Every mesh strategy x model family x feature against one process. Oracle: the plain loop of tests/support/training."""
+"""Every mesh strategy x model family x feature against one process. Oracle: tests/support/training's plain loop."""
 
 from __future__ import annotations
 
