@@ -167,8 +167,9 @@ class StrategyConfig:
 
 @dataclass
 class PrecisionConfig:
-    name: Literal["auto", "fp32", "bf16"] = "fp32"
-    """fp32; bf16 (bf16 compute, fp32 weights, gradient reduction and optimizer); auto: bf16 where it is faster."""
+    name: Literal["auto", "fp32", "bf16", "bf16_true", "fp16", "fp8"] = "fp32"
+    """fp32; bf16, fp16, fp8: compute alone, weights, gradient reduction and optimizer in fp32; bf16_true: everything
+    in bf16; auto: bf16 where it is faster."""
 
 
 @dataclass

@@ -102,7 +102,7 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
         samples = _samples_by_all(config, result, prepared.tokenizer_folder)
         device = next(result.model.parameters()).device
     if world.rank == 0:
-        if not result.sharded:
+        if result.whole_model:
             samples = _samples(config, result, device)
         write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
@@ -139,7 +139,7 @@ def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> li
 def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[Sample]:
     """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
     prompts = config.objective.sample_prompts
-    if not prompts or result.status != "finished" or not result.sharded:
+    if not prompts or result.status != "finished" or result.whole_model:
         return []
     from mgpu_pipe.inference.generation import generate_text
 

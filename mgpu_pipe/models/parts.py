@@ -50,6 +50,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every parameter by one of ``dtype``, in place; ties are kept, buffers stay as they are."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in cast:
+                    cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = cast[parameter]
+
+
 def fill_parameters(
     model: nn.Module, values: Callable[[str, PartOf], torch.Tensor], device: torch.device | str
 ) -> None:

@@ -24,6 +24,8 @@ class StepResult:
     """Global 2-norm before clipping."""
     stop: bool
     """Some rank was asked to stop; all leave at this step's boundary."""
+    skipped: bool = False
+    """No update: under a loss scale the gradients were not finite, on all ranks alike."""
 
 
 class StepStrategy(Protocol):
@@ -93,7 +95,8 @@ class Objective(pl.LightningModule):
         factor = self._learning_rate(window.step)
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        self._optimizer.step()
+        if not result.skipped:
+            self._optimizer.step()
         strategy.zero_gradients()
         return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -19,10 +19,12 @@ from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.data import GradientReducer
+from mgpu_pipe.parallel.float8 import use_float8
 from mgpu_pipe.parallel.fully_shard import (
     ShardingOptions,
     UsedParameters,
@@ -30,7 +32,8 @@ from mgpu_pipe.parallel.fully_shard import (
     reshard_all,
     set_gradient_sync,
 )  # fmt: skip
-from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
+from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm, scale_gradients
+from mgpu_pipe.parallel.loss_scale import LossScale
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.world import ExistingWorld
@@ -56,7 +59,7 @@ class MeshStrategy(ParallelStrategy):
     Args:
         dims: the sizes of every axis.
         device: this process's device.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
         max_norm: largest global gradient norm, or None.
         bucket_mib: size of a gradient bucket.
         materialise: fills the parameters and buffers of a model that was built on the meta device, in place.
@@ -100,6 +103,7 @@ class MeshStrategy(ParallelStrategy):
         self._sharded: FSDPModule | None = None
         self._used: UsedParameters | None = None
         self._memory: dict[str, int] = {}
+        self._loss_scale = LossScale() if precision == "fp16" else None
         self._parameters: list[torch.nn.Parameter] = []
 
     @classmethod
@@ -207,10 +211,14 @@ class MeshStrategy(ParallelStrategy):
 
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
+        if self._precision == "bf16_true":
+            cast_parameters(model, torch.bfloat16)
+        elif self._precision == "fp8":
+            use_float8(model)
         apply_activation_checkpointing(model, self._activation_checkpointing)
         if self._compile_model:
             compile_blocks(model)
-        if self.dims.dp_shard > 1 or self._precision != "fp32":
+        if self.dims.dp_shard > 1 or self._precision != "fp32" or self._sharding.offload:
             self._sharded = apply_fully_shard(model, self._data_mesh(), self._precision, self._sharding)
         if self._materialise is not None:
             self._materialise(model, torch.device("cpu") if self._sharding.offload else self._device)
@@ -251,7 +259,8 @@ class MeshStrategy(ParallelStrategy):
             elif self._sharded is not None:
                 set_gradient_sync(self._sharded, last, self.dims.dp_shard > 1)
             loss = self._forward(micro_batch)
-            loss.backward(torch.full_like(loss, 1.0 / window.normalizer))
+            scale = self._loss_scale.value if self._loss_scale is not None else 1.0
+            loss.backward(torch.full_like(loss, scale / window.normalizer))
             loss_sum += loss.detach()
         return self._finish_step(window, loss_sum)
 
@@ -284,11 +293,26 @@ class MeshStrategy(ParallelStrategy):
                 parameters[index].grad = None
         if not _finite(loss):
             raise NonFiniteStep("the loss", window)
+        if self._loss_scale is not None:
+            norm_value /= self._loss_scale.value
+            if not self._unscale(window, _finite(norm_value)):
+                return StepResult(loss, norm_value, stopping > 0, skipped=True)
         if not _finite(norm_value):
             raise NonFiniteStep("the gradient norm", window)
         if self._max_norm is not None:
             clip_gradients(self._parameters, norm_value, self._max_norm)
         return StepResult(loss, norm_value, stopping > 0)
+
+    def _unscale(self, window: StepWindow, finite: bool) -> bool:
+        """Take the loss scale out of the gradients and adapt it; whether there is to be an update."""
+        assert self._loss_scale is not None
+        if finite:
+            scale_gradients(self._parameters, 1.0 / self._loss_scale.value)
+        try:
+            self._loss_scale.update(finite)
+        except OverflowError:
+            raise NonFiniteStep("the gradient norm", window) from None
+        return finite
 
     def _gradients_seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
         """Wait for what is being reduced; which of these parameters got a gradient on this process."""
@@ -347,6 +371,15 @@ class MeshStrategy(ParallelStrategy):
         self._settle()
         named = ((n, p.grad) for n, p in self.objective.model.named_parameters() if p.grad is not None)
         return named_tensor_pieces(named)
+
+    def state_entries(self) -> dict[str, Any]:
+        """What ``state.json`` keeps of this strategy, equal on every rank."""
+        return {"loss_scale": self._loss_scale.state()} if self._loss_scale is not None else {}
+
+    def restore_entries(self, state: Mapping[str, Any]) -> None:
+        """Take back :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.restore(state["loss_scale"])
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps: of weights, gradients and optimizer state, and of activations.

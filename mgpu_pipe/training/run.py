@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -55,8 +55,8 @@ class TrainResult:
     step: int
     metrics: dict[str, float]
     checkpoint: Path | None
-    sharded: bool = False
-    """No process holds ``model`` whole: all take part in each of its forward passes."""
+    whole_model: bool = True
+    """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -225,12 +225,12 @@ def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
 
 
 def _utilisation(
-    model: PreTrainedModel, config: RunConfig, device: torch.device, precision: Literal["fp32", "bf16"], world_size: int
+    model: PreTrainedModel, config: RunConfig, device: torch.device, precision: str, world_size: int
 ) -> Callable[[float], float] | None:
     """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known."""
     if device.type != "cuda":
         return None
-    peak = known_gpu_peak(torch.cuda.get_device_name(device), precision)
+    peak = known_gpu_peak(torch.cuda.get_device_name(device), "fp32" if precision == "fp32" else "bf16")
     if peak is None:
         return None
     per_token = training_flops_per_token(model.config, config.data.seq_len)
@@ -324,5 +324,4 @@ def _result(
         "data": prepared.as_dict(),
         "memory": memory,
     }
-    sharded = dims.dp_shard > 1
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, sharded, summary)
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, dims.dp_shard == 1, summary)
