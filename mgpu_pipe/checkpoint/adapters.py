@@ -50,12 +50,17 @@ def optimizer_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def create_optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    weights: Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Give ``optimizer`` the (empty) state tensors that a checkpoint holds values for.
 
     Args:
         stored: shape and type of every optimizer tensor of the checkpoint by its name ``<parameter>/<state key>``.
+        weights: the type of every weight of the checkpoint. State of the weight's own type has the live weight's
+            type, so that a run may go on in another precision.
     """
     by_parameter: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
     for name, entry in stored.items():
@@ -72,6 +77,7 @@ def create_optimizer_state(
         state = optimizer.state[parameter]
         for key, (shape, dtype) in by_parameter.get(name, {}).items():
             if shape == tuple(parameter.shape) and shape != ():
+                dtype = parameter.dtype if dtype == (weights or {}).get(name) else dtype
                 state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:
                 # torch keeps step counters on the host unless the step itself runs on the device.

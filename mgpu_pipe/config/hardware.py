@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+FP16_CPU_FLAGS = {"amx_fp16", "avx512_fp16"}
 
 
 @functools.lru_cache(maxsize=None)
@@ -64,14 +65,38 @@ def usable_gpus() -> int:
 
 
 @functools.lru_cache(maxsize=None)
-def cpu_is_fast_at_bf16() -> bool:
-    """Whether the processor has bf16 matrix or vector units (``/proc/cpuinfo`` flags)."""
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the driver's first GPU (NVML's nvmlDeviceGetCudaComputeCapability); None without one."""
+    if not _driver_gpus():
+        return None
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
+        return None
+    failed = nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) != 0
+    return None if failed else (major.value, minor.value)
+
+
+@functools.lru_cache(maxsize=None)
+def _cpu_flags() -> frozenset[str]:
+    """The processor's features, as ``/proc/cpuinfo`` lists them."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             flags = next((line for line in file if line.startswith("flags")), "")
     except OSError:
-        return False
-    return not BF16_CPU_FLAGS.isdisjoint(flags.split())
+        return frozenset()
+    return frozenset(flags.split())
+
+
+@functools.lru_cache(maxsize=None)
+def cpu_is_fast_at_bf16() -> bool:
+    """Whether the processor has bf16 matrix or vector units."""
+    return not BF16_CPU_FLAGS.isdisjoint(_cpu_flags())
+
+
+def cpu_is_fast_at_fp16() -> bool:
+    """Whether the processor has fp16 matrix or vector units."""
+    return not FP16_CPU_FLAGS.isdisjoint(_cpu_flags())
 
 
 def cpu_cores() -> int:

@@ -3,6 +3,9 @@
 ``${mgpu.devices:N}``: processes a node that suit this machine: all GPUs where training would run on GPUs, else
 ``N``; 1 under ``strategy=single``. An experiment that should use what there is says
 ``trainer.devices: ${mgpu.devices:2}``. It is resolved once, when the configuration is composed.
+
+``${mgpu.replicas:}``: the replicas of ``strategy=hsdp``: one a node, or what remains where ``strategy.dp_shard`` is a
+number.
 """
 
 from __future__ import annotations
@@ -21,6 +24,14 @@ def devices(on_cpu: int, *, _root_: DictConfig) -> int:
     return gpus or int(on_cpu)
 
 
+def replicas(*, _root_: DictConfig) -> int | str:
+    """``auto`` where ``strategy.dp_shard`` is given, else the number of nodes."""
+    if OmegaConf.select(_root_, "strategy.dp_shard") != "auto":
+        return "auto"
+    return int(OmegaConf.select(_root_, "trainer.num_nodes") or 1)
+
+
 def register() -> None:
     """Make the resolvers known to OmegaConf; may be called again."""
     OmegaConf.register_new_resolver("mgpu.devices", devices, replace=True)
+    OmegaConf.register_new_resolver("mgpu.replicas", replicas, replace=True)

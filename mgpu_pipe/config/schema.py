@@ -35,6 +35,10 @@ class ModelConfig:
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; auto is sdpa."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns of parameter names (*, ?, [...]) that are not trained; each has to match some."""
+    compile: bool = False
+    """Compile each block of the model with torch.compile; needs a C++ compiler on CPU."""
 
 
 @dataclass
@@ -126,6 +130,14 @@ class SchedulerConfig:
 
 
 @dataclass
+class FullyShardConfig:
+    reshard_after_forward: bool | Auto = "auto"
+    """Free a unit's gathered weights after its forward pass; auto does as the model's own plan says."""
+    prefetch: int = 1
+    """Units whose weights are gathered ahead in the forward pass on CUDA; the backward pass prefetches one."""
+
+
+@dataclass
 class StrategyConfig:
     name: str = "custom"
     """Name of the preset."""
@@ -145,12 +157,19 @@ class StrategyConfig:
     """Expert-parallel size; re-cuts dp_shard * tp."""
     bucket_mib: float = 25.0
     """Size of a gradient bucket of the all-reduce, in MiB."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """full recomputes each block in the backward pass; selective keeps matrix products and attention."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where parameters and optimizer state are kept besides the device: cpu (dp_shard), nvme (zero3)."""
+    fsdp: FullyShardConfig = field(default_factory=FullyShardConfig)
+    """Options of dp_shard (FSDP2)."""
 
 
 @dataclass
 class PrecisionConfig:
-    name: Literal["auto", "fp32", "bf16"] = "fp32"
-    """fp32; bf16 (bf16 compute, fp32 weights, gradient reduction and optimizer); auto: bf16 where it is faster."""
+    name: Literal["auto", "fp32", "bf16", "bf16_true", "fp16", "fp8"] = "fp32"
+    """fp32; bf16, fp16, fp8: compute alone, weights, gradient reduction and optimizer in fp32; bf16_true: everything
+    in bf16; auto: bf16 where it is faster."""
 
 
 @dataclass

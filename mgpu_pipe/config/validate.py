@@ -27,7 +27,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     "seed", "data.synthetic.sigma", "data.num_workers", "data.validation_fraction", "objective.loss_chunk_tokens",
     "optimizer.weight_decay", "scheduler.warmup_steps", "scheduler.min_lr_ratio", "checkpoint.keep_last",
-    "checkpoint.keep_best", "launch.max_restarts",
+    "checkpoint.keep_best", "launch.max_restarts", "strategy.fsdp.prefetch",
 )
 ABOVE_ZERO = (
     "optimizer.lr", "strategy.bucket_mib", "trainer.gradient_clip_val", "launch.stop_timeout",
@@ -92,7 +92,10 @@ def world_size(config: RunConfig) -> int:
     return devices_per_node(config) * config.trainer.num_nodes
 
 
-def resolve_precision(config: RunConfig) -> Literal["fp32", "bf16"]:
+Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
+
+
+def resolve_precision(config: RunConfig) -> Precision:
     """The precision that ``auto`` means here: bf16 on CUDA and on CPUs with bf16 units, else fp32."""
     if config.precision.name != "auto":
         return config.precision.name

@@ -43,6 +43,7 @@ def generate_text(
     top_k: int | None = 50,
     top_p: float | None = None,
     seed: int = 0,
+    together: bool = False,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt.
 
@@ -52,6 +53,8 @@ def generate_text(
         top_k, top_p: draw among the likeliest only; None does not restrict.
         seed: of the draws; each prompt has its own stream, so its continuation does not depend on the others. The
             process's random state is left as it was.
+        together: the model is sharded over all processes, which all make this call: none ends a prompt before the
+            others do.
 
     Raises:
         BadInputError: a prompt that fills the model's context.
@@ -64,7 +67,7 @@ def generate_text(
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             return [
-                _continue(model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number)
+                _continue(model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together)
                 for number, prompt in enumerate(prompts)
             ]
     finally:
@@ -73,7 +76,7 @@ def generate_text(
 
 def _continue(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, temperature: float,
-    top_k: int | None, top_p: float | None, seed: int,
+    top_k: int | None, top_p: float | None, seed: int, together: bool,
 ) -> str:
     from transformers import GenerationConfig
 
@@ -91,7 +94,9 @@ def _continue(
     )
     torch.manual_seed(seed)
     given = torch.tensor([ids], device=next(model.parameters()).device)
-    made = model.generate(given, generation_config=settings, attention_mask=torch.ones_like(given))[0]  # type: ignore[operator]
+    made = model.generate(  # type: ignore[operator]
+        given, generation_config=settings, attention_mask=torch.ones_like(given), synced_gpus=together
+    )[0]
     shown = str(tokenizer.decode(ids, skip_special_tokens=True))
     text = str(tokenizer.decode(made, skip_special_tokens=True))
     # Decoding the new tokens alone would lose the space that many tokenizers put before a word.

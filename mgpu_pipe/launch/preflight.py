@@ -15,9 +15,11 @@ from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
+from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
-STRATEGIES = "this version has strategy=single and strategy=ddp"
+STRATEGIES = "this version has strategy=single, ddp, fsdp and hsdp"
+DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
     if "data" not in wrong_sections:
         found += _collected(lambda: _check_data(config))
     if not known:
-        found += relation_errors(config, joined=_joined())
+        found += [*relation_errors(config, joined=_joined()), *numerics_errors(config)]
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
@@ -160,9 +162,9 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
         errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", STRATEGIES))
     for axis in (*AXES, "ep"):
         size = getattr(strategy, axis)
-        if axis != "dp_replicate" and size != 1:
+        if axis not in DATA_AXES and size != 1:
             errors.append(ConfigError(f"strategy.{axis}", size, "use 1", STRATEGIES))
-    if strategy.name == "single" and strategy.dp_replicate == 1 and world != 1 and not errors:
+    if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
         key, value = ("trainer.num_nodes", config.trainer.num_nodes)
         if config.trainer.devices != 1 and config.trainer.devices != "auto":
             key, value = "trainer.devices", config.trainer.devices
@@ -229,6 +231,8 @@ def _notices(config: RunConfig) -> list[Notice]:
     notices = []
     if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
+    if slow_fp16(config):
+        notices.append(Notice("precision.name", "this CPU emulates fp16: correct, and many times slower than fp32"))
     if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.sample_prompts:

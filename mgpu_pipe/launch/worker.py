@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from mgpu_pipe.training.run import TrainResult
 
 
+Sample = dict[str, str]
+
+
 def main(folder: Path) -> int:
     """Train in the locally launched world that the environment describes; returns the exit code."""
     lifeline = Lifeline.attach(os.environ)
@@ -98,9 +101,11 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
             )
         finally:
             sys.stderr = usual
+        samples = _samples_by_all(config, result, prepared.tokenizer_folder)
         device = next(result.model.parameters()).device
     if world.rank == 0:
-        samples = _samples(config, result, device) if result.status == "finished" else []
+        if result.whole_model:
+            samples = _samples(config, result, device)
         write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
 
@@ -118,13 +123,10 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[dict[str, str]]:
-    """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved.
-
-    Not by the model that was trained: it may be sharded, and its forward pass then a collective.
-    """
+def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[Sample]:
+    """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved."""
     prompts = config.objective.sample_prompts
-    if not prompts or result.checkpoint is None:
+    if not prompts or result.status != "finished" or result.checkpoint is None:
         return []
     from mgpu_pipe.inference.generation import generate_text
     from mgpu_pipe.inference.load import load_run
@@ -133,6 +135,20 @@ def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> li
     texts = generate_text(
         run.model, run.tokenizer(), prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
     )
+    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[Sample]:
+    """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
+    prompts = config.objective.sample_prompts
+    if not prompts or result.status != "finished" or result.whole_model:
+        return []
+    from mgpu_pipe.inference.generation import generate_text
+
+    texts = generate_text(
+        result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens,
+        seed=config.seed, together=True,
+    )  # fmt: skip
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 

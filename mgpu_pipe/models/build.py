@@ -15,7 +15,9 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.folder import check_model_folder, read_config_json
+from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
+from mgpu_pipe.models.parts import PartOf, fill_parameters
 
 REFUSALS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError,
             StrictDataclassError)  # fmt: skip
@@ -56,8 +58,10 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def build_meta(model: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device: fp32 parameters, tied weights tied, in training mode."""
-    return _build_meta(model_config(model), model)
+    """The model on the meta device: fp32 parameters, tied weights tied, ``model.freeze`` frozen, in training mode."""
+    built = _build_meta(model_config(model), model)
+    freeze_parameters(built, model.freeze)
+    return built
 
 
 def recipe_of(model: PreTrainedModel) -> InitRecipe:
@@ -74,34 +78,32 @@ def recipe_of(model: PreTrainedModel) -> InitRecipe:
 
 
 def materialise(model: PreTrainedModel, seed: int, device: torch.device | str) -> PreTrainedModel:
-    """Give a meta ``model`` its keyed initial parameters and its buffers on ``device``, in place; ties are kept.
+    """Give a meta ``model`` its keyed initial parameters and its buffers, in place; ties are kept.
+
+    A parameter that is sharded already gets its own part alone: nothing larger than that part, or than one whole
+    parameter whose initialisation cannot be cut, is ever allocated.
+
+    Args:
+        device: where both belong; of parameters that stay on the meta device only.
 
     Raises:
         ConfigError: a tensor of this family has no initialisation that can be recorded.
     """
     recipe = recipe_of(model)
-    values = {name: draw_parameter(model, recipe, name, seed, device) for name, _ in model.named_parameters()}
-    return _fill(model, values, recipe, device)
+
+    def draw(name: str, box: PartOf) -> torch.Tensor:
+        part = draw_parameter(model, recipe, name, seed, "cpu", box.rows)
+        return box.rest_of(part)
+
+    fill_parameters(model, draw, device)
+    materialise_buffers(model, recipe, device)
+    return model
 
 
 def materialise_empty(model: PreTrainedModel, device: torch.device | str) -> PreTrainedModel:
     """Like :func:`materialise`, with parameters that hold nothing yet, for weights that are about to be read."""
-    values = {name: torch.empty_like(parameter, device=device) for name, parameter in model.named_parameters()}
-    return _fill(model, values, recipe_of(model), device)
-
-
-def _fill(
-    model: PreTrainedModel, values: Mapping[str, torch.Tensor], recipe: InitRecipe, device: torch.device | str
-) -> PreTrainedModel:
-    replaced = {
-        parameter: nn.Parameter(values[name].detach(), requires_grad=parameter.requires_grad)
-        for name, parameter in model.named_parameters()
-    }
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                module._parameters[name] = replaced[old]
-    materialise_buffers(model, recipe, device)
+    fill_parameters(model, lambda name, box: torch.empty(box.shape), device)
+    materialise_buffers(model, recipe_of(model), device)
     return model
 
 
@@ -152,8 +154,9 @@ def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTraine
         ignore_mismatched_sizes=True,
     )  # fmt: skip
     loaded, info = result
-    _check_loading(folder, info, set(tied_sources(loaded)))
+    check_loading(folder, info, set(tied_sources(loaded)))
     loaded.config.use_cache = False
+    freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
     return trained
 
@@ -182,7 +185,7 @@ def _refused(model: ModelConfig, error: Exception) -> ConfigError:
     )
 
 
-def _check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None:
+def check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None:
     """Raise for tensors that did not find their place, each kind listed with its first names."""
     mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - tied - mismatched

@@ -49,6 +49,13 @@ def check_model_folder(
         check_vocabulary(folder, config, tokenizer_vocab_size, made_for)
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Names of the folder's safetensors files that hold its weights; for a folder that was checked."""
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    return sorted({str(shard) for shard in _read_json(folder / INDEX)["weight_map"].values()})
+
+
 def read_config_json(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``."""
     file = folder / "config.json"

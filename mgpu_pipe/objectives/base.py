@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
 
 
 @dataclass
@@ -24,6 +24,8 @@ class StepResult:
     """Global 2-norm before clipping."""
     stop: bool
     """Some rank was asked to stop; all leave at this step's boundary."""
+    skipped: bool = False
+    """No update: under a loss scale the gradients were not finite, on all ranks alike."""
 
 
 class StepStrategy(Protocol):
@@ -75,6 +77,12 @@ class Objective(pl.LightningModule):
         """Sum of the losses of one micro-batch's valid items, a scalar; the strategy divides it."""
         raise NotImplementedError(f"{type(self).__name__} defines no micro_batch_loss")
 
+    def empty_micro_batch(self, seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """A micro-batch of one sample that counts nothing, for a rank that has none where others have one."""
+        zeros = torch.zeros(1, seq_len, dtype=torch.int64, device=device)
+        positions = torch.arange(seq_len, device=device)[None]
+        return {"input_ids": zeros, "labels": torch.full_like(zeros, IGNORE_INDEX), "position_ids": positions}
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return cast(torch.optim.Optimizer, self._optimizer_factory(self.model))
 
@@ -87,7 +95,8 @@ class Objective(pl.LightningModule):
         factor = self._learning_rate(window.step)
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        self._optimizer.step()
+        if not result.skipped:
+            self._optimizer.step()
         strategy.zero_gradients()
         return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
 

@@ -1,55 +1,111 @@
-"""FSDP2 over the data-parallel axes: sharding, and the one meaning of bf16.
+"""FSDP2 over the data-parallel axes: sharding, and the one meaning of the mixed precisions.
 
-``bf16`` casts parameters and activations to bf16 for compute, keeps fp32 master weights, and reduces gradients in
+``bf16`` and ``fp16`` cast parameters and activations for compute, keep fp32 master weights, and reduce gradients in
 fp32. FSDP2's mixed-precision policy is that, also on a mesh axis of size 1, so one process and plain data
 parallelism get the same policy (DESIGN 7).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)  # fmt: skip
+from torch.distributed.tensor import DTensor
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from mgpu_pipe.models.plans import Unit, sharding_units
+
+COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": None, "fp8": torch.bfloat16}
+"""What parameters are cast to for compute; None computes in their own type."""
 
 
-def decoder_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: the members of its longest ``ModuleList`` of like modules."""
-    longest: list[torch.nn.Module] = []
-    for module in model.modules():
-        is_longer = isinstance(module, torch.nn.ModuleList) and len(module) > len(longest)
-        if is_longer and len({type(member) for member in module.children()}) == 1:
-            longest = list(module.children())
-    return longest
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How ``strategy.fsdp`` and ``strategy.offload`` shape the sharding."""
+
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    prefetch: int = 1
+    offload: bool = False
+    """Keep shards and gradients in host memory, where the optimizer then runs."""
 
 
-def apply_fully_shard(model: torch.nn.Module, mesh: DeviceMesh, precision: str) -> FSDPModule:
-    """Apply ``fully_shard`` to each block and the root of ``model``, in place.
+def apply_fully_shard(
+    model: torch.nn.Module, mesh: DeviceMesh, precision: str, options: ShardingOptions | None = None
+) -> FSDPModule:
+    """Apply ``fully_shard`` to each unit of ``model`` (see :func:`sharding_units`) and to its root, in place.
+
+    The model may be on the meta device still; its parameters are then replaced shard by shard afterwards.
 
     Args:
-        mesh: two axes, ``(dp_replicate, dp_shard)``; each may be of size 1.
-        precision: ``fp32`` or ``bf16``.
+        mesh: one axis, which shards; or ``(dp_replicate, dp_shard)``, each of which may be of size 1.
+        precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
 
     Gradients are summed over the processes, not averaged: the loss is divided by the global token count already.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if precision == "fp32" else COMPUTE_DTYPES[precision], reduce_dtype=torch.float32
-    )
-    # With nothing to shard, keeping the compute copy until the step's end saves a cast a forward pass.
-    reshard = mesh.size(1) > 1
-    for block in decoder_blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    options = options or ShardingOptions()
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+    shards = mesh.size(mesh.ndim - 1) > 1
+    units = sharding_units(model)
+    for unit in units:
+        modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+        fully_shard(
+            modules, mesh=mesh, mp_policy=policy, offload_policy=offload,
+            reshard_after_forward=_reshard(unit, options, shards),
+        )  # fmt: skip
+    root = fully_shard(
+        model, mesh=mesh, mp_policy=policy, offload_policy=offload,
+        reshard_after_forward=options.reshard_after_forward is True and shards,
+    )  # fmt: skip
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    # Ranks may use different parameters in a pass (a branch that some samples take): all reduce all of them.
+    root.set_reduce_scatter_unused_params(True)
+    for unit in units:
+        if not unit.in_backward:
+            _sharded(unit).set_unshard_in_backward(False)
+    if mesh.device_type != "cpu":  # a collective on the CPU ends before anything else begins
+        _prefetch_forward(units, options.prefetch)
     return root
 
 
+def _reshard(unit: Unit, options: ShardingOptions, shards: bool) -> bool:
+    # With nothing to shard, keeping the compute copy until the step's end saves a cast a forward pass.
+    if not shards:
+        return False
+    return not unit.keep if options.reshard_after_forward == "auto" else options.reshard_after_forward
+
+
+def _sharded(unit: Unit) -> FSDPModule:
+    module = unit.modules[0]
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _prefetch_forward(units: Sequence[Unit], ahead: int) -> None:
+    for index, unit in enumerate(units):
+        following = [_sharded(other) for other in units[index + 1 : index + 1 + ahead]]
+        if following:
+            _sharded(unit).set_modules_to_forward_prefetch(following)
+
+
 def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
-    """Reduce over replicas in the window's last backward pass only; over shards in every one (or when it is free)."""
+    """Reduce over replicas in the window's last backward pass only; over shards in every one (or when it is free).
+
+    Over shards, because whole gradients of all parameters would have to be kept otherwise; what is reduced over
+    shards is summed up in fp32 until the last pass reduces the sum over replicas.
+    """
     root.set_requires_all_reduce(last)
     if not shards:
         root.set_requires_gradient_sync(last)
@@ -62,3 +118,59 @@ def reshard_all(root: FSDPModule) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+class UsedParameters:
+    """Which parameters got a gradient on this process since :meth:`clear`.
+
+    FSDP2 reduces zeros where a rank has none, so that ranks stay together; whether *any* rank had one decides
+    between a gradient of zero and none, as in one process.
+
+    Args:
+        model: sharded, and filled.
+        parameters: the ones to watch, in the order of :attr:`flags`.
+    """
+
+    def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.flags = [False] * len(parameters)
+        index = {id(parameter): number for number, parameter in enumerate(parameters)}
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                self._watch(module, index)
+
+    def clear(self) -> None:
+        self.flags[:] = [False] * len(self.flags)
+
+    def _watch(self, unit: torch.nn.Module, index: dict[int, int]) -> None:
+        """At the unit's first forward pass, put a hook on its gathered parameters, which last as long as the unit."""
+        own = [
+            (module, name, index[id(parameter)])
+            for module in _own_modules(unit)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in index
+        ]
+
+        def on_first_forward(_: torch.nn.Module, __: object) -> None:
+            handle.remove()
+            for module, name, number in own:
+                gathered = module._parameters[name]
+                if gathered is not None and gathered.requires_grad and not isinstance(gathered, DTensor):
+                    gathered.register_post_accumulate_grad_hook(self._note(number))
+
+        handle = unit.register_forward_pre_hook(on_first_forward)
+
+    def _note(self, number: int):  # type: ignore[no-untyped-def]
+        def note(_: torch.Tensor) -> None:
+            self.flags[number] = True
+
+        return note
+
+
+def _own_modules(unit: torch.nn.Module) -> list[torch.nn.Module]:
+    """``unit`` and the modules below it down to the next units."""
+    found, waiting = [], [unit]
+    while waiting:
+        module = waiting.pop()
+        found.append(module)
+        waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
+    return found

@@ -55,8 +55,13 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients in place so that a global norm of ``norm`` becomes at most ``max_norm``."""
     factor = max_norm / (norm + CLIP_EPSILON)
-    if factor >= 1.0:
-        return
+    if factor < 1.0:
+        scale_gradients(parameters, factor)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    """Multiply all gradients by ``factor``, in place."""
     local = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]

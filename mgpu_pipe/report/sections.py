@@ -145,7 +145,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _block("Batch", _parts(batch), text=batch_text(view)),
         _block("Model", _parts({**model, **_mapping(view.summary.get("model"))})),
         _block("Data", _parts({**data, **_mapping(view.summary.get("data"))})),
-        _block("Memory", _parts(view.summary.get("memory"))),
+        _memory(view),
         _block("Final metrics", _parts(view.summary.get("metrics"))),
         _block("Checkpoints", table=_checkpoint_table(view)),
         _block("Attempts", *_attempts(view)),
@@ -171,6 +171,21 @@ def _topology(view: RunView) -> dict[str, Any]:
     sizes = {"axes": topology_text(view) or "one process"} if topology else {}
     strategy = {f"strategy {key}": view.of_config("strategy", key) for key in ("name", "engine")}
     return {**strategy, "processes": view.summary.get("world_size"), **sizes}
+
+
+def _memory(view: RunView) -> dict[str, Any]:
+    """Each rank's peak and its parts as a table, or whatever else the summary says."""
+    memory = _mapping(view.summary.get("memory"))
+    by_rank = {key: value for key, value in memory.items() if isinstance(value, list)}
+    if not by_rank:
+        return _block("Memory", _parts(memory))
+    rows = [
+        [str(rank), *(_shown(key, value[rank] if rank < len(value) else None) for key, value in by_rank.items())]
+        for rank in range(max(map(len, by_rank.values())))
+    ]
+    names = ["rank", *(_label(key).removesuffix(" gib") for key in by_rank)]
+    rest = {key: value for key, value in memory.items() if key not in by_rank}
+    return _block("Memory", _parts(rest), table={"names": names, "rows": rows})
 
 
 def _checkpoint_table(view: RunView) -> dict[str, Any] | None:

@@ -62,7 +62,7 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
         more: further lines at the end, such as the report's path and how to go on.
     """
     metrics = _mapping(summary.get("metrics"))
-    rate, peak = number(metrics.get("throughput/tokens_per_s")), number(_mapping(summary.get("memory")).get("peak_gib"))
+    rate, peak = number(metrics.get("throughput/tokens_per_s")), _peak(_mapping(summary.get("memory")).get("peak_gib"))
     rows = [
         ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}"),
         ("training loss", numbers.fixed(number(metrics.get("train/loss")), 4)),
@@ -78,6 +78,11 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
     for name, value in paths.items():
         if value:
             _print_whole(_console(), f"{name:<15}{value}")
+
+
+def _peak(value: object) -> float:
+    """The largest of the ranks' peaks."""
+    return max(map(number, value), default=math.nan) if isinstance(value, list) else number(value)
 
 
 def runs_table(runs: Sequence[RunPaths]) -> None:

@@ -27,6 +27,8 @@ class HoldsState(Protocol):
 
     def optimizer_pieces(self) -> list[Piece]: ...
 
+    def state_entries(self) -> dict[str, Any]: ...
+
 
 class Checkpointer:
     """Saves a run's checkpoints and prunes old ones. Every method is a collective call.
@@ -53,6 +55,7 @@ class Checkpointer:
         """
         state = {
             **self._fixed_state,
+            **strategy.state_entries(),
             "step": step,
             "samples_consumed": step * self._fixed_state["global_batch_size"],
             # JSON has no infinity: a perplexity that overflowed is left out.
@@ -95,5 +98,7 @@ def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
 def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
     """Fill this rank's optimizer state from a checkpoint, whichever strategy wrote it."""
     stored = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names("optimizer")}
-    create_optimizer_state(strategy.objective.model, strategy.optimizers[0], stored)
+    weights = {name: reader.dtype(name) for name in reader.names("model")}
+    create_optimizer_state(strategy.objective.model, strategy.optimizers[0], stored, weights)
+    strategy.restore_entries(reader.state)
     reader.read(strategy.optimizer_pieces(), "optimizer")

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -27,12 +27,14 @@ from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
+from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
 from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
@@ -54,6 +56,8 @@ class TrainResult:
     step: int
     metrics: dict[str, float]
     checkpoint: Path | None
+    whole_model: bool = True
+    """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +92,7 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    model, fill = _build_model(config, device)
+    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1)
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
@@ -155,6 +159,11 @@ def train(
             step.what, window.step + 1, window.first_sample, window.first_sample + window.num_samples - 1,
             good.path if good is not None else None,
         ) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        parts = strategy.memory_parts() if strategy.optimizers else {}
+        raise out_of_memory(error, rank, config, dims, plan, model, parts) from error
     finally:
         if writer is not None:
             writer.sync()
@@ -175,14 +184,20 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _build_model(
-    config: RunConfig, device: torch.device
+    config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     """The model, and what fills it where it is still on the meta device."""
     source = config.model
     if _starts_from_folder(config):
         source = replace(config.model, path=config.checkpoint.init_from)
-    if source.path is not None:
+    if source.path is not None and not sharded:
         return load_pretrained(source, device), None
+    if source.path is not None:
+
+        def read(model: PreTrainedModel, device: torch.device) -> None:
+            fill_from_folder(model, source, device)
+
+        return build_meta(source), read
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)
@@ -211,12 +226,12 @@ def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
 
 
 def _utilisation(
-    model: PreTrainedModel, config: RunConfig, device: torch.device, precision: Literal["fp32", "bf16"], world_size: int
+    model: PreTrainedModel, config: RunConfig, device: torch.device, precision: str, world_size: int
 ) -> Callable[[float], float] | None:
     """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known."""
     if device.type != "cuda":
         return None
-    peak = known_gpu_peak(torch.cuda.get_device_name(device), precision)
+    peak = known_gpu_peak(torch.cuda.get_device_name(device), "fp32" if precision == "fp32" else "bf16")
     if peak is None:
         return None
     per_token = training_flops_per_token(model.config, config.data.seq_len)
@@ -281,9 +296,7 @@ def _result(
     checkpointer: Checkpointer,
     precision: str,
 ) -> TrainResult:
-    peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=strategy.root_device)
-    peaks[dist.get_rank()] = peak_memory_gib(strategy.root_device)
-    dist.all_reduce(peaks)
+    memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
     status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
     metrics = {**recorder.metrics, **recorder.throughput()}
     if prepared.unigram_perplexity is not None:
@@ -312,6 +325,6 @@ def _result(
             "seq_len": config.data.seq_len,
         },
         "data": prepared.as_dict(),
-        "memory": {"peak_gib": peaks.tolist()},
+        "memory": memory,
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, summary)
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, dims.dp_shard == 1, summary)

@@ -75,7 +75,7 @@ def bounds(precision: str) -> dict[str, float]:
         "loss": LOSS, "gradient_norm": NORM, "gradient": GRADIENT, "gradient_of_all": GRADIENT_OF_ALL,
         "weights": WEIGHTS, "initial_weights": INITIAL,
     }  # fmt: skip
-    return {**found, "bf16_factor": BF16_FACTOR} if precision == "bf16" else found
+    return found if precision == "fp32" else {**found, "low_precision_factor": BF16_FACTOR}
 
 
 def worst_of(measurements: Iterable[Measurement]) -> list[Worst]:

@@ -117,7 +117,8 @@ class _Comparison(pl.Callback):
         self._plan, self._batches, self._on_start = plan, batches, on_start
         first = dist.get_rank() == 0
         self._plain = PlainRun(config) if first else None
-        self._alone = PlainRun(config, torch.bfloat16) if first and config.precision.name == "bf16" else None
+        self._alone = PlainRun(config, config.precision.name) if first and config.precision.name != "fp32" else None
+        self._rounds = config.precision.name == "bf16_true"
         self._weights = self._share(self._plain.weights() if self._plain else [])
         self._state: Tensors = {}
         self._expected = PlainStep(0.0, 0.0, {})
@@ -125,7 +126,10 @@ class _Comparison(pl.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._on_start(trainer.strategy)
-        errors = self._errors("initial weights", trainer.strategy.model_pieces(), self._weights)
+        weights = self._weights
+        if self._rounds:
+            weights = {name: value.bfloat16().float() for name, value in weights.items()}
+        errors = self._errors("initial weights", trainer.strategy.model_pieces(), weights)
         for name, error in errors.items():
             self._note("initial weights", name, 0, error, bounds.INITIAL, exact=True)
 

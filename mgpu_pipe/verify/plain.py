@@ -23,6 +23,9 @@ from mgpu_pipe.verify.batches import Batch
 
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 2.0**16
+"""torch.amp.GradScaler begins with it."""
 
 
 @dataclass
@@ -38,15 +41,20 @@ class PlainRun:
     """A model on one process, from the keyed initial weights.
 
     Args:
-        compute_dtype: ``torch.bfloat16`` computes as one bf16 process does: parameters cast for the forward and
-            backward passes, fp32 master weights, gradients summed over micro-batches in fp32.
+        precision: ``bf16`` and ``fp16`` compute as one such process does: parameters cast for the forward and
+            backward passes, fp32 master weights, gradients summed over micro-batches in fp32; under fp16 the loss is
+            scaled. ``bf16_true`` has everything in bf16.
     """
 
-    def __init__(self, config: RunConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: RunConfig, precision: str = "fp32") -> None:
         model = build_meta(config.model)
         self.model = materialise(model, config.seed, "cpu")
+        if precision == "bf16_true":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
+        self._scale = LOSS_SCALE if precision == "fp16" else 1.0
         self.optimizer = optimizer_factory(config.optimizer)(model)
-        self._compute_dtype = compute_dtype
+        self._compute_dtype = COMPUTE.get(precision)
         self._max_norm = config.trainer.gradient_clip_val
         self._schedule = build_schedule(config.scheduler, config.scheduler.total_steps or 1)
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -65,10 +73,12 @@ class PlainRun:
         for batch, label in zip(batches, labels, strict=True):
             logits = self._logits(batch).flatten(0, 1).float()
             loss = F.cross_entropy(logits, label, ignore_index=IGNORE_INDEX, reduction="sum") / count
-            loss.backward()
+            (loss * self._scale).backward()
             losses.append(float(loss.detach()))
         with torch.no_grad():
             gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            for gradient in gradients.values():
+                gradient.div_(self._scale)
             norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
             if self._max_norm is not None and norm > self._max_norm:
                 for gradient in gradients.values():
@@ -86,7 +96,7 @@ class PlainRun:
 
     def _logits(self, batch: Batch) -> torch.Tensor:
         kwargs = forward_kwargs(self.model, batch)
-        if self._compute_dtype == torch.float32:
+        if self._compute_dtype is None:
             return self.model(**kwargs).logits
         cast = {name: p.to(self._compute_dtype) for name, p in self.model.named_parameters()}
         return torch.func.functional_call(self.model, cast, kwargs=kwargs).logits

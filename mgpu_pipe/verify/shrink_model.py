@@ -7,6 +7,7 @@ only makes it large is reduced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
@@ -56,7 +57,8 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int) -> ModelC
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(
-        name=model.name, type=model_type, config={**given, **changed}, attn_implementation=implementation
+        name=model.name, type=model_type, config={**given, **changed}, attn_implementation=implementation,
+        freeze=_in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])), compile=model.compile,
     )
 
 
@@ -72,6 +74,11 @@ def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     known = config_fields(model_type)
     fields = {**content, **model.config}
     return model_type, {name: value for name, value in fields.items() if known is None or name in known}
+
+
+def _in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
+    """Patterns of parameter names with every layer number brought into the small model."""
+    return [re.sub(r"(?<=\.)\d+(?=\.|$)", lambda found: str(int(found[0]) % layers), text) for text in patterns]
 
 
 def _attention(fields: Mapping[str, Any], takes: set[str], dims: ParallelDims) -> dict[str, Any]:

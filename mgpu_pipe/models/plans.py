@@ -1,0 +1,92 @@
+"""Which parts of a model are sharded together: transformers' own plan, or its repeated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+KEEP = "keep_full_weight"
+"""transformers' word for weights that the backward pass needs first, so that freeing them gains nothing."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules whose parameters are gathered and reduced together."""
+
+    modules: tuple[nn.Module, ...]
+    keep: bool = False
+    """Stays gathered between its forward and its backward pass."""
+    in_backward: bool = True
+    """Whether the backward pass needs the weights; a lookup's does not."""
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the members of its longest ``ModuleList`` of like modules."""
+    longest: list[nn.Module] = []
+    for module in model.modules():
+        is_longer = isinstance(module, nn.ModuleList) and len(module) > len(longest)
+        if is_longer and len({type(member) for member in module.children()}) == 1:
+            longest = list(module.children())
+    return longest
+
+
+def sharding_units(model: nn.Module) -> list[Unit]:
+    """The units of ``model`` in the order of its forward pass; what is in none belongs to the whole model's own.
+
+    A plan names the input embeddings, the blocks, the last norm and the output head. The last two are one unit, for
+    they run one after the other at the turn from forward to backward. Tied embeddings stay with the whole model,
+    where both of their modules see the gathered weights. A model without a plan is cut into its blocks.
+    """
+    plan = _own_plan(model)
+    modules = dict(model.named_modules())
+    planned = {name: style for name, style in plan.items() if name in modules}
+    blocks = [modules[name] for pattern in plan if "*" in pattern for name in _matches(pattern, modules)]
+    if not blocks:
+        return [Unit((block,)) for block in decoder_blocks(model)]
+    tied = {id(module) for module in _tied_modules(model)}
+    before, kept = [], []
+    for name, style in planned.items():
+        module = modules[name]
+        if id(module) in tied or not any(True for _ in module.parameters()):
+            continue
+        if style == KEEP:
+            kept.append(module)
+        else:
+            before.append(Unit((module,), in_backward=not isinstance(module, nn.Embedding)))
+    units = [*before, *(Unit((block,)) for block in blocks)]
+    return [*units, Unit(tuple(kept), keep=True)] if kept else units
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """transformers' plan of the model, the forward pass's order kept: the base model's first, then the head's."""
+    plan = getattr(model, "fsdp_plan", None)
+    if not isinstance(plan, Mapping):
+        return {}
+    entries = {name: style for name, style in plan.items() if isinstance(name, str) and isinstance(style, str)}
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(entries.items(), key=lambda entry: order.get(entry[0].replace("*", "0"), len(order))))
+
+
+def _matches(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Names that ``pattern`` matches, ``*`` standing for a layer's number."""
+    words = pattern.split(".")
+    found = []
+    for name in modules:
+        parts = name.split(".")
+        if len(parts) != len(words):
+            continue
+        if all(word in (part, "*" if part.isdigit() else part) for word, part in zip(words, parts, strict=True)):
+            found.append(name)
+    return found
+
+
+def _tied_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that hold a parameter which another module holds too."""
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(module)
+    return [module for several in holders.values() if len(several) > 1 for module in several]

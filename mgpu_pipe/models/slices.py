@@ -1,0 +1,148 @@
+"""A folder's safetensors weights into a model whose parameters may be sharded: each rank reads its own parts.
+
+Where a checkpoint's tensor is a parameter under the same or another name, the rank reads its rows alone. Where
+transformers makes a parameter out of several tensors (the experts of a mixture, fused projections), that one parameter
+is put together by transformers' own conversion and cut. So no rank holds more than its parts and one parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.build import build_meta, check_loading, materialise_empty
+from mgpu_pipe.models.folder import check_model_folder, weight_files
+from mgpu_pipe.models.parts import PartOf, local_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a parameter is made of: the checkpoint's names, and whether they are converted or merely renamed."""
+
+    keys: list[str]
+    converted: bool
+
+
+def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.device | str) -> PreTrainedModel:
+    """Fill the meta ``model`` (of ``source``, sharded or not) from the folder ``source.path``, in place.
+
+    Raises:
+        ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
+    """
+    from safetensors import safe_open
+
+    if source.path is None:
+        raise ConfigError("model.path", None, "give a Hugging Face model folder")
+    folder = Path(source.path).expanduser()
+    check_model_folder(folder)
+    materialise_empty(model, device)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    twin = build_meta(replace(source, freeze=[]))
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)}
+        held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
+        sources, unexpected = _sources(twin, list(held))
+        mismatched = set()
+        filled = _convert(twin, sources, held, parameters)
+        for name, made_of in sources.items():
+            target = parameters.get(name)
+            if target is None or made_of.converted:
+                continue  # a buffer; or done already
+            stored = held[made_of.keys[0]].get_slice(made_of.keys[0])
+            if tuple(stored.get_shape()) == tuple(target.shape):
+                _copy(target, stored)
+                filled.add(name)
+            else:
+                mismatched.add(name)
+    done = {id(parameters[name]) for name in filled | mismatched}
+    missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
+    found = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+    check_loading(folder, found, set())
+    return model.train()
+
+
+def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source], set[str]]:
+    """For each of the model's tensors what it is made of, and the checkpoint's tensors that belong nowhere."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(twin) or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = twin.state_dict()
+    found: dict[str, _Source] = {}
+    unexpected = set()
+    for key in sorted(keys):
+        name, pattern = rename_source_key(key, renamings, converters, twin.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            unexpected.add(key)
+            continue
+        entry = found.setdefault(name, _Source([], pattern is not None))
+        entry.keys.append(key)
+    ignored = [re.compile(pattern) for pattern in getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or []]
+    return found, {key for key in unexpected if not any(pattern.search(key) for pattern in ignored)}
+
+
+def _convert(
+    twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Any],
+    parameters: Mapping[str, torch.nn.Parameter],
+) -> set[str]:
+    """Fill what transformers makes of several tensors, one parameter at a time; names of what came out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    filled = set()
+    for name, made_of in sources.items():
+        if not made_of.converted or name not in parameters:
+            continue
+        tensors = {key: held[key].get_slice(key) for key in made_of.keys}
+        mapping: Any = get_model_conversion_mapping(twin)
+        options = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32, device_map={"": "cpu"})
+        with _no_progress_bar():
+            convert_and_load_state_dict_in_model(twin, tensors, options)
+        for other, value in list(twin.named_parameters(remove_duplicate=False)):
+            if value.is_meta:
+                continue
+            if value.shape == parameters[other].shape:
+                _copy(parameters[other], value)
+                filled.add(other)
+            module, _, attribute = other.rpartition(".")
+            twin.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(value.to("meta"))
+    return filled
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def _copy(parameter: torch.nn.Parameter, stored: Any) -> None:
+    """This rank's part of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
+    part = PartOf.held(parameter)
+    if 0 in part.shape:
+        return
+    ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
+    local_tensor(parameter).copy_(stored[ranges] if ranges else stored[...])

@@ -1,0 +1,68 @@
+"""Reading a folder's weights part by part. Oracle: transformers' own ``from_pretrained`` through load_pretrained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.errors import ModelFolderError
+from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.parts import PartOf, local_tensor
+from mgpu_pipe.models.save import save_pretrained_folder
+from mgpu_pipe.models.slices import fill_from_folder
+from mgpu_pipe.parallel.fully_shard import apply_fully_shard
+from mgpu_pipe.topology import ParallelDims
+from tests.support.processes import run_processes
+from tests.support.tiny import MODELS
+
+
+def folder_of(name: str, root: Path) -> Path:
+    model = materialise(build_meta(MODELS[name]), 3, "cpu")
+    save_pretrained_folder(model, None, root / name)
+    return root / name
+
+
+def _filled(folders: list[str]) -> list[dict[str, tuple[PartOf, torch.Tensor]]]:
+    found = []
+    for folder in folders:
+        source = ModelConfig(path=folder)
+        model = build_meta(source)
+        apply_fully_shard(model, ParallelDims(dp_shard=dist.get_world_size()).device_mesh("cpu")["dp_shard"], "fp32")
+        fill_from_folder(model, source, "cpu")
+        assert not any(buffer.is_meta for buffer in model.buffers())
+        found.append({n: (PartOf.held(p), local_tensor(p).detach().clone()) for n, p in model.named_parameters()})
+    return found
+
+
+def test_every_rank_reads_its_own_parts(tmp_path: Path) -> None:
+    folders = {name: str(folder_of(name, tmp_path)) for name in MODELS}
+    by_rank = run_processes(3, _filled, list(folders.values()))
+    for number, folder in enumerate(folders.values()):
+        whole = load_pretrained(ModelConfig(path=folder), "cpu")
+        for rank in by_rank:
+            held = rank[number]
+            assert held.keys() == {name for name, _ in whole.named_parameters()}
+            for name, parameter in whole.named_parameters():
+                part, value = held[name]
+                ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
+                assert torch.equal(value, parameter.detach()[ranges]), name
+        sizes = [sum(value.numel() for _, value in rank[number].values()) for rank in by_rank]
+        assert sum(sizes) == sum(p.numel() for p in whole.parameters())
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ({"intermediate_size": 64}, "another shape"), ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1}, "unexpected"),
+    ],
+)
+def test_a_folder_of_another_model_is_refused(tmp_path: Path, field: dict[str, Any], kind: str) -> None:
+    source = ModelConfig(path=str(folder_of("llama", tmp_path)), config=field)
+    with pytest.raises(ModelFolderError, match=kind):
+        fill_from_folder(build_meta(source), source, "cpu")

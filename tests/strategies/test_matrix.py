@@ -1,0 +1,110 @@
+"""Every mesh strategy x model family x feature against one process. Oracle: tests/support/training's plain loop."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_pipe.topology import ParallelDims
+from tests.strategies.conftest import CELLS
+from tests.support.processes import run_processes
+from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained, worst_error
+
+pytestmark = pytest.mark.slow
+
+STRATEGIES = {
+    "single": ParallelDims(),
+    "ddp": ParallelDims(dp_replicate=4),
+    "fsdp": ParallelDims(dp_shard=4),
+    "hsdp": ParallelDims(dp_replicate=2, dp_shard=2),
+}
+FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
+EMBEDDINGS = {"gpt2": "transformer.wte.weight"}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation 3": {"samples": 12, "micro_batches": 3},
+    "uneven lengths": {"data": "uneven"},
+    "padding": {"data": "padded"},
+    "clipping": {"max_norm": 0.3},
+    "full checkpointing": {"checkpointing": "full"},
+    "selective checkpointing": {"checkpointing": "selective", "samples": 12, "micro_batches": 3},
+    "bf16": {"precision": "bf16"},
+    "frozen parameters": {},
+    "an unused branch": {"branches": True, "samples": 12, "micro_batches": 3},
+}
+BF16_FACTOR = 1.5
+
+
+def case_of(model: str, feature: str) -> Case:
+    case = Case(model=model, **FEATURES[feature])
+    if feature == "frozen parameters":
+        return replace(case, freeze=(EMBEDDINGS.get(model, "model.embed_tokens.weight"), "*.0.mlp.*"))
+    return case
+
+
+def _all_cases(dims: ParallelDims, keys: list[tuple[str, str]]) -> list[Any]:
+    found: list[Any] = []
+    for model, feature in keys:
+        case = case_of(model, feature)
+        if case.branches:  # the model looks at one sample at a time
+            case = replace(case, micro_batches=case.samples // dims.data_parallel_size)
+        try:
+            found.append(trained(case, dims))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def results(strategy: str) -> dict[tuple[str, str], list[Any]]:
+    """Every case of a strategy, by rank, from one group of processes."""
+    dims = STRATEGIES[strategy]
+    keys = [(model, feature) for model in FAMILIES for feature in FEATURES]
+    by_rank = run_processes(dims.world_size, _all_cases, dims, keys, timeout_s=900.0)
+    return {key: [rank[number] for rank in by_rank] for number, key in enumerate(keys)}
+
+
+@functools.lru_cache(maxsize=None)
+def oracle(model: str, feature: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return plain(replace(case_of(model, feature), precision="fp32"))
+
+
+def bf16_error(result: list[Outcome], expected: dict[str, Any]) -> dict[str, float]:
+    """Root mean squares over the steps, as ``verify`` pools them: rounding errors may cancel in one step."""
+
+    def pooled(values: list[float], truth: list[float]) -> float:
+        return (sum((a / b - 1) ** 2 for a, b in zip(values, truth, strict=True)) / len(truth)) ** 0.5
+
+    weights = assembled([outcome.weights for outcome in result])
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    off = norm_of(weights[name] - value for name, value in expected["weights"].items())
+    return {
+        "loss": max(pooled(outcome.losses, expected["losses"]) for outcome in result),
+        "norm": max(pooled(outcome.norms, expected["norms"]) for outcome in result),
+        "weights": off / norm_of(expected["weights"].values()),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_strategy_is_one_process(strategy: str, model: str, feature: str) -> None:
+    result = results(strategy)[model, feature]
+    key = (strategy, model, feature)
+    CELLS[key] = "FAILED"
+    assert not any(isinstance(outcome, str) for outcome in result), result
+    expected = oracle(model, feature)
+    if feature == "bf16":
+        alone = bf16_error(results("single")[model, feature], expected)
+        found = bf16_error(result, expected)
+        worst, where = max((found[name] / (BF16_FACTOR * alone[name] + 1e-5), name) for name in found)
+        assert alone["loss"] > 1e-6, "bf16 is not at work"
+    else:
+        worst, where = worst_error(result, expected)
+    CELLS[key] = f"{worst:.3f}" if worst <= 1 else f"FAILED {worst:.2g}"
+    assert worst <= 1, where

@@ -1,0 +1,70 @@
+"""fp16 with its loss scale, and bf16_true. Oracles: the plain fp32 loop; one process of the same precision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.topology import ParallelDims
+from tests.support.processes import run_processes
+from tests.support.training import Case, assembled, norm_of, plain, trained
+
+CASE = Case(model="llama", micro_batches=2)
+TWO = ParallelDims(dp_shard=2)
+
+
+def weights_error(results: list[Any], expected: dict[str, torch.Tensor]) -> float:
+    found = assembled([result.weights for result in results])
+    off = norm_of(found[name].double() - value.double() for name, value in expected.items())
+    return off / norm_of(expected.values())
+
+
+def check_precision(case: Case, dims: ParallelDims, dtype: torch.dtype) -> None:
+    expected = plain(replace(case, precision="fp32"))
+    alone = run_processes(1, trained, case, ParallelDims())
+    found = run_processes(dims.world_size, trained, case, dims)
+    assert {piece.tensor.dtype for piece in found[0].weights} == {dtype}
+    for results in (alone, found):
+        assert all(abs(a / b - 1) < 2e-3 for a, b in zip(results[0].losses, expected["losses"], strict=True))
+    assert 0 < weights_error(found, expected["weights"]) <= 1.5 * weights_error(alone, expected["weights"])
+
+
+def test_fp16_keeps_fp32_weights_and_is_as_good_as_one_fp16_process() -> None:
+    check_precision(replace(CASE, precision="fp16"), TWO, torch.float32)
+
+
+def test_bf16_true_is_bf16_throughout() -> None:
+    case = replace(CASE, precision="bf16_true")
+    check_precision(case, ParallelDims(dp_replicate=2), torch.bfloat16)
+    (alone,) = run_processes(1, trained, case, ParallelDims())
+    states = {piece.tensor.dtype for piece in alone.optimizer if not piece.box.name.endswith("/step")}
+    assert states == {torch.bfloat16}
+
+
+def overflowing() -> dict[str, Any]:
+    """One step whose scale is too large for rank 1 alone, then steps with what it became."""
+    seen: dict[str, Any] = {}
+
+    def too_large(strategy: Any) -> None:
+        # One rank's gradients overflow fp16; the others' do not.
+        strategy._loss_scale.value = 2.0**24 if dist.get_rank() == 1 else 2.0**16
+        seen["before"] = [piece.tensor.clone() for piece in strategy.model_pieces()]
+
+    def note(strategy: Any) -> None:
+        seen["after"] = [piece.tensor.clone() for piece in strategy.model_pieces()]
+        seen["state"] = strategy.state_entries()
+
+    outcome = trained(replace(CASE, precision="fp16", steps=1), TWO, on_start=too_large, on_end=note)
+    same = all(torch.equal(a, b) for a, b in zip(seen["before"], seen["after"], strict=True))
+    return {"norm": outcome.norms[0], "same": same, "state": seen["state"]}
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
+    for rank, result in enumerate(run_processes(2, overflowing)):
+        assert not math.isfinite(result["norm"])
+        assert result["same"]
+        assert result["state"] == {"loss_scale": {"value": 2.0**23 if rank else 2.0**15, "updates": 0}}

@@ -1,0 +1,306 @@
+"""Runs of a strategy on tiny models, in a process of a group, and the plain loop they are compared with."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.freezing import freeze_parameters
+from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
+
+Batch = dict[str, torch.Tensor]
+SEED, LR = 5, 3e-4
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of a matrix: what is trained, on which data, with which options."""
+
+    model: str = "llama"
+    samples: int = 8
+    micro_batches: int = 1
+    data: str = "packed"
+    precision: str = "fp32"
+    max_norm: float | None = None
+    checkpointing: str = "none"
+    freeze: tuple[str, ...] = ()
+    branches: bool = False
+    steps: int = 5
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the strategy."""
+
+
+@dataclass
+class Outcome:
+    """What one rank saw and holds."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: list[Piece]
+    gradients: list[Piece]
+    optimizer: list[Piece]
+
+
+def batch_of(case: Case, step: int) -> Batch:
+    """The step's samples: ``packed`` documents; ``uneven`` numbers of valid labels, none in the last quarter;
+    ``padded`` single documents."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, VOCABULARY, (case.samples, SEQ_LEN + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    positions = torch.arange(SEQ_LEN).expand(case.samples, -1).clone()
+    for row in range(case.samples):
+        cut = int(torch.randint(3, SEQ_LEN - 3, (1,), generator=generator))
+        if case.data == "uneven":
+            labels[row, : row * SEQ_LEN // case.samples] = IGNORE_INDEX
+            if row >= case.samples - case.samples // 4:
+                labels[row] = IGNORE_INDEX
+            continue
+        positions[row, cut:] = torch.arange(SEQ_LEN - cut)
+        labels[row, cut - 1] = IGNORE_INDEX
+        if case.data == "padded" or row % 3 == 1:
+            labels[row, cut:] = IGNORE_INDEX
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels, "position_ids": positions}
+
+
+def window_of(case: Case, step: int, rank: int, world: int) -> StepWindow:
+    batch = batch_of(case, step)
+    share = case.samples // world
+    size = share // case.micro_batches
+    mine = {name: value[rank * share : (rank + 1) * share] for name, value in batch.items()}
+    parts = [{name: value[at : at + size] for name, value in mine.items()} for at in range(0, share, size)]
+    return StepWindow(step, step * case.samples, case.samples, parts, int((batch["labels"] != IGNORE_INDEX).sum()))
+
+
+@functools.lru_cache(maxsize=None)
+def branched(cls: type) -> type:
+    """A subclass of a model whose first block has a branch that some samples take, and one that none takes."""
+
+    class Branched(cls):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            block = decoder_blocks(self)[0]
+            width = config.hidden_size
+            block.never = torch.nn.Linear(width, width)
+            block.sometimes = torch.nn.Linear(width, width)
+            plain = block.forward
+
+            def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                out = plain(hidden, *args, **kwargs)
+                # One sample a forward pass; of the global batch every third takes the branch.
+                if int(block.sample) % 3 == 0:
+                    first = out[0] if isinstance(out, tuple) else out
+                    first = first + block.sometimes(first)
+                    return (first, *out[1:]) if isinstance(out, tuple) else first
+                return out
+
+            block.forward = forward
+            block.sample = 0
+
+    Branched.__name__ = cls.__name__
+    return Branched
+
+
+def built(case: Case) -> Any:
+    """The case's model on the meta device."""
+    source = replace(MODELS[case.model], freeze=[]) if isinstance(case.model, str) else case.model
+    assert isinstance(source, ModelConfig)
+    model = build_meta(source)
+    if case.branches:
+        with torch.device("meta"):
+            model = branched(type(model))(model.config).train()
+    freeze_parameters(model, case.freeze)
+    return model
+
+
+def filled(model: Any, device: torch.device = CPU) -> Any:
+    return materialise(model, SEED, device)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, weight_decay=0.1, fused=True)
+
+
+class Windows:
+    """An iterable that is no list: Lightning takes a list for several loaders."""
+
+    def __init__(self, windows: list[StepWindow]) -> None:
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __iter__(self) -> Iterator[StepWindow]:
+        return iter(self.windows)
+
+
+class BranchObjective(CausalLMObjective):
+    """Tells the branched block which sample is at hand."""
+
+    first_sample = 0
+
+    def micro_batch_loss(self, batch: Any) -> torch.Tensor:
+        sample = int(batch["input_ids"].sum())
+        decoder_blocks(self.model)[0].sample = sample
+        return super().micro_batch_loss(batch)
+
+
+class Watch(pl.Callback):
+    def __init__(self, on_start: Callable[[Any], None] | None = None) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.gradients: list[Piece] = []
+        self.on_start = on_start
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.on_start is not None:
+            self.on_start(trainer.strategy)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["result"].loss)
+        self.norms.append(outputs["result"].gradient_norm)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.gradients = copied(trainer.strategy.gradient_pieces())
+
+
+def copied(pieces: list[Piece]) -> list[Piece]:
+    return [Piece(piece.box, piece.global_shape, piece.tensor.clone()) for piece in pieces]
+
+
+def trained(
+    case: Case, dims: ParallelDims, first_step: int = 0, on_start: Callable[[Any], None] | None = None,
+    on_end: Callable[[Any], None] | None = None,
+) -> Outcome:
+    """Train ``case`` on this process of the group; a collective call."""
+    for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    strategy = MeshStrategy(
+        dims, CPU, precision=case.precision, max_norm=case.max_norm, bucket_mib=0.01,
+        materialise=filled, activation_checkpointing=case.checkpointing, **case.options,
+    )  # fmt: skip
+    model = built(case)
+    cls = BranchObjective if case.branches else CausalLMObjective
+    objective = cls(model, adamw, lambda step: 1.0, 7)
+    watch = Watch(on_start)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_steps=case.steps, logger=False,
+        callbacks=[watch], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    quiet_signals(trainer)
+    at, size = dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size
+    steps = range(first_step, first_step + case.steps)
+    trainer.fit(objective, Windows([window_of(case, step, at, size) for step in steps]))
+    if on_end is not None:
+        on_end(strategy)
+    return Outcome(
+        watch.losses, watch.norms, copied(strategy.model_pieces()), watch.gradients,
+        copied(strategy.optimizer_pieces()),
+    )  # fmt: skip
+
+
+def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The oracle: stock forward passes with whole logits and stock AdamW, in one process.
+
+    Whole batches, or one sample at a time where the model looks at the sample; ``dtype`` is what parameters are cast
+    to for compute.
+    """
+    model = filled(built(case))
+    optimizer = adamw(model)
+    losses, norms, gradients = [], [], {}
+    for step in range(case.steps):
+        batch = batch_of(case, step)
+        count = int((batch["labels"] != IGNORE_INDEX).sum())
+        size = 1 if case.branches else case.samples
+        total = 0.0
+        optimizer.zero_grad()
+        for at in range(0, case.samples, size):
+            part = {name: value[at : at + size] for name, value in batch.items()}
+            if case.branches:
+                decoder_blocks(model)[0].sample = int(part["input_ids"].sum())
+            inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"], "use_cache": False}
+            cast = {name: p.to(dtype) for name, p in model.named_parameters()}
+            logits = torch.func.functional_call(model, cast, kwargs=inputs).logits.float()
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), part["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            ) / count
+            loss.backward()
+            total += loss.item()
+        present = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = float(torch.stack([g.double().square().sum() for g in present]).sum().sqrt())
+        if case.max_norm is not None and norm > case.max_norm:
+            for gradient in present:
+                gradient.mul_(case.max_norm / (norm + 1e-6))
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        losses.append(total)
+        norms.append(norm)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def assembled(by_rank: list[list[Piece]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' pieces; fails where they do not tile them, or copies of a block differ."""
+    held: dict[str, dict[Box, torch.Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for pieces in by_rank:
+        for piece in pieces:
+            known = held.setdefault(piece.box.name, {})
+            assert piece.box not in known or torch.equal(known[piece.box], piece.tensor), piece.box.key
+            known[piece.box] = piece.tensor
+            shapes[piece.box.name] = piece.global_shape
+    found = {}
+    for name, boxes in held.items():
+        fault = tiling_fault(shapes[name], list(boxes))
+        assert fault is None, f"{name}: {fault}"
+        whole = torch.empty(shapes[name], dtype=next(iter(boxes.values())).dtype)
+        for box, tensor in boxes.items():
+            whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))] = tensor
+        found[name] = whole
+    return found
+
+
+def norm_of(tensors: Any) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
+
+
+def worst_error(results: list[Outcome], expected: dict[str, Any]) -> tuple[float, str]:
+    """The largest error over its bound (DESIGN 7), and of what; above 1 is a failure."""
+    found: list[tuple[float, str]] = []
+    for rank, result in enumerate(results):
+        assert len(result.losses) == len(expected["losses"])
+        for step, values in enumerate(zip(result.losses, expected["losses"], strict=True)):
+            found.append((abs(values[0] / values[1] - 1) / 1e-5, f"loss of step {step + 1}, rank {rank}"))
+        for step, values in enumerate(zip(result.norms, expected["norms"], strict=True)):
+            found.append((abs(values[0] / values[1] - 1) / 1e-5, f"norm of step {step + 1}, rank {rank}"))
+    gradients, weights = assembled([r.gradients for r in results]), assembled([r.weights for r in results])
+    assert gradients.keys() == expected["gradients"].keys()
+    assert weights.keys() == expected["weights"].keys()
+    total = norm_of(expected["gradients"].values())
+    for name, gradient in expected["gradients"].items():
+        bound = 1e-5 * norm_of([gradient]) + 1e-7 * total
+        found.append((norm_of([gradients[name] - gradient]) / bound, f"gradient of {name}"))
+    difference = norm_of(weights[name] - value for name, value in expected["weights"].items())
+    found.append((difference / norm_of(expected["weights"].values()) / 1e-5, "weights"))
+    return max(found)
