@@ -126,11 +126,17 @@ class SchedulerConfig:
 
 
 @dataclass
+class DeepSpeedOptions:
+    stage: Literal[1, 2, 3] = 3
+    """ZeRO stage: 1 shards the optimizer state, 2 gradients too, 3 weights too."""
+
+
+@dataclass
 class StrategyConfig:
     name: str = "custom"
     """Name of the preset."""
     engine: str = "mesh"
-    """mesh (this project's torch engine), or a name that a plug-in registers."""
+    """mesh (this project's torch engine), deepspeed (ZeRO), or a name that a plug-in registers."""
     dp_replicate: int | Auto = 1
     """Data-parallel replicas with whole weights (DDP)."""
     dp_shard: int | Auto = 1
@@ -145,6 +151,14 @@ class StrategyConfig:
     """Expert-parallel size; re-cuts dp_shard * tp."""
     bucket_mib: float = 25.0
     """Size of a gradient bucket of the all-reduce, in MiB."""
+    offload: Literal["none", "cpu", "nvme"] = "none"
+    """Where weights and optimizer state lie while they are not used; nvme is ZeRO-3's."""
+    offload_path: str | None = None
+    """Folder on the NVMe disk that strategy.offload=nvme writes to."""
+    deepspeed: DeepSpeedOptions = field(default_factory=DeepSpeedOptions)
+    """Options of the deepspeed engine."""
+    deepspeed_config: dict[str, Any] = field(default_factory=dict)
+    """Raw DeepSpeed settings, for what this project has no key for; merged into the generated ones."""
 
 
 @dataclass

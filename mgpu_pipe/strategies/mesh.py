@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
-from pytorch_lightning.strategies import ParallelStrategy
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
 
@@ -18,26 +14,18 @@ from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
-from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.parallel.data import GradientReducer
 from mgpu_pipe.parallel.fully_shard import apply_fully_shard, reshard_all, set_gradient_sync
 from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
 from mgpu_pipe.parallel.randomness import step_seed
-from mgpu_pipe.strategies.world import ExistingWorld
+from mgpu_pipe.strategies.base import EngineStrategy, Materialise, NonFiniteStep, check_finite
 from mgpu_pipe.topology import ParallelDims
 
-Materialise = Callable[[Any, torch.device], object]
+__all__ = ["MeshStrategy", "NonFiniteStep"]
 
 
-class NonFiniteStep(Exception):
-    """The loss or the gradient norm of a step is not finite; carries what, and the step's window."""
-
-    def __init__(self, what: str, window: StepWindow) -> None:
-        super().__init__(f"{what} at step {window.step + 1}")
-        self.what, self.window = what, window
-
-
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(EngineStrategy):
     """Runs whole optimizer steps on a mesh of processes.
 
     The process group exists already when the strategy is made. ``fp32`` data parallelism keeps whole weights and sums
@@ -68,9 +56,7 @@ class MeshStrategy(ParallelStrategy):
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(cluster_environment=ExistingWorld())
-        self.dims = dims
-        self._device = device
+        super().__init__(dims, device)
         self._precision = precision
         self._max_norm = max_norm
         self._bucket_mib = bucket_mib
@@ -106,10 +92,6 @@ class MeshStrategy(ParallelStrategy):
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
-    @property
-    def root_device(self) -> torch.device:
-        return self._device
-
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -124,59 +106,7 @@ class MeshStrategy(ParallelStrategy):
                     group.setdefault("initial_lr", group["lr"])
         self.setup_precision_plugin()
 
-    def model_to_device(self) -> None:
-        """Parameters are created where they belong."""
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, StepWindow) and self._device.type != "cpu":
-            batch.micro_batches = [
-                {name: value.to(self._device, non_blocking=True) for name, value in micro_batch.items()}
-                for micro_batch in batch.micro_batches
-            ]
-        return batch
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
-            return tensor
-        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-        op = dist.ReduceOp.SUM if mean or reduce_op == "sum" else reduce_op
-        result = tensor.to(self._device).clone()
-        dist.all_reduce(result, op=op, group=group)
-        return result / self.world_size if mean else result
-
-    def barrier(self, name: str | None = None) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send a JSON value from ``src`` to all; other types are refused, since nothing here is pickled."""
-        if self.world_size == 1:
-            return obj
-        payload = json.dumps(obj).encode() if self.global_rank == src else b""
-        size = torch.tensor([len(payload)], device=self._device)
-        dist.broadcast(size, src)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
-        if self.global_rank == src:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        dist.broadcast(data, src)
-        return json.loads(bytes(data.tolist()))
-
-    def teardown(self) -> None:
-        """Leave the model where it is: it is evaluated, sampled from or saved after the fit."""
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-
     # -- assembling ---------------------------------------------------------------------------------------------
-
-    @property
-    def objective(self) -> Objective:
-        module = self.lightning_module
-        assert isinstance(module, Objective), "MeshStrategy trains subclasses of mgpu_pipe.objectives.base.Objective"
-        return module
 
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh and fill its parameters. A collective call."""
@@ -232,10 +162,7 @@ class MeshStrategy(ParallelStrategy):
         loss, stopping, norm_value, num_unused = scalars.tolist()
         if self._reducer is not None and num_unused:
             self._reducer.drop(torch.nonzero(unused).flatten().tolist())
-        if not _finite(loss):
-            raise NonFiniteStep("the loss", window)
-        if not _finite(norm_value):
-            raise NonFiniteStep("the gradient norm", window)
+        check_finite(loss, norm_value, window)
         if self._max_norm is not None:
             clip_gradients(self._parameters, norm_value, self._max_norm)
         return StepResult(loss, norm_value, stopping > 0)
@@ -253,11 +180,6 @@ class MeshStrategy(ParallelStrategy):
         for micro_batch in window.micro_batches:
             total += objective.micro_batch_loss(micro_batch)
         return total
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        if self.dims.data_parallel_size > 1:
-            dist.all_reduce(values)
-        return values
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -281,7 +203,3 @@ class MeshStrategy(ParallelStrategy):
         """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""
         if self._sharded is not None:
             reshard_all(self._sharded)
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0

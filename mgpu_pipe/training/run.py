@@ -26,7 +26,7 @@ from mgpu_pipe.errors import ConfigError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.parallel.randomness import uses_dropout
-from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
+from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
@@ -230,7 +230,7 @@ def _utilisation(
 def _build_trainer(
     config: RunConfig,
     paths: RunPaths,
-    strategy: MeshStrategy,
+    strategy: EngineStrategy,
     recorder: StepRecorder,
     max_steps: int,
     device: torch.device,
@@ -278,7 +278,7 @@ def _result(
     dims: ParallelDims,
     plan: BatchPlan,
     model: PreTrainedModel,
-    strategy: MeshStrategy,
+    strategy: EngineStrategy,
     recorder: StepRecorder,
     checkpointer: Checkpointer,
     precision: str,
