@@ -115,14 +115,22 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
 
 
 def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:
-    """The configured prompts, continued by the trained model; by one rank, which therefore has to hold it whole."""
+    """The configured prompts, continued by one rank with the trained model, or with the checkpoint of a sharded one."""
     prompts = config.objective.sample_prompts
     if not prompts:
         return []
     from mgpu_pipe.inference.generation import generate_text
 
+    model = result.model
+    if not result.whole_model:
+        if result.checkpoint is None:
+            print("note: no samples, since no rank holds the whole model and nothing was saved", file=sys.stderr)
+            return []
+        from mgpu_pipe.inference.load import load_run
+
+        model = load_run(result.checkpoint).model
     texts = generate_text(
-        result.model, tokenizer_folder, prompts,
+        model, tokenizer_folder, prompts,
         max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed,
     )  # fmt: skip
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]

@@ -20,7 +20,7 @@ from mgpu_pipe.checkpoint.adapters import named_tensor_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.window import StepWindow, without_labels
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.randomness import step_seed
@@ -33,6 +33,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+MicroBatch = dict[str, torch.Tensor]
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -96,6 +97,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._frozen: Shards = {}
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
+        self._like: MicroBatch | None = None
 
     @classmethod
     def from_config(
@@ -195,7 +197,7 @@ class DeepSpeedStrategy(EngineStrategy):
     # -- one step -----------------------------------------------------------------------------------------------
 
     def run_step(self, window: StepWindow) -> StepResult:
-        engine = self.engine
+        engine, self._like = self.engine, window.micro_batches[0]
         if self._dropout_seed is not None:
             torch.manual_seed(step_seed(self._dropout_seed, window.step, self.global_rank))
         self.state.clear_gradients()
@@ -239,9 +241,29 @@ class DeepSpeedStrategy(EngineStrategy):
     @torch.no_grad()
     def run_evaluation(self, window: StepWindow) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for micro_batch in window.micro_batches:
+        for micro_batch in self._padded(window.micro_batches):
             total += self.engine(micro_batch)
         return total
+
+    def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """As many micro-batches on every rank, those added without labels: under ZeRO-3 all ranks run each layer.
+
+        A collective call under ZeRO-3.
+        """
+        if self.stage < 3 or self.dims.data_parallel_size == 1:
+            return micro_batches
+        count = torch.tensor(len(micro_batches), device=self._device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        missing = int(count) - len(micro_batches)
+        if not missing:
+            return micro_batches
+        like = micro_batches[-1] if micro_batches else self._like
+        assert like is not None, "an evaluation follows a training step"
+        return [*micro_batches, *[without_labels(like)] * missing]
+
+    @property
+    def holds_whole_model(self) -> bool:
+        return self.stage < 3
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class TrainResult:
     step: int
     metrics: dict[str, float]
     checkpoint: Path | None
+    whole_model: bool = True
+    """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -85,6 +87,7 @@ def train(
     total_steps = _horizon(config, reader, max_steps)
 
     model, fill = _build_model(config, device)
+    num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
@@ -147,7 +150,7 @@ def train(
         if writer is not None:
             writer.sync()
             writer.close()
-    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision)
+    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, num_parameters)
 
 
 def run_length(config: RunConfig, prepared: PreparedData) -> int:
@@ -282,6 +285,7 @@ def _result(
     recorder: StepRecorder,
     checkpointer: Checkpointer,
     precision: str,
+    num_parameters: int,
 ) -> TrainResult:
     peaks = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=strategy.root_device)
     peaks[dist.get_rank()] = peak_memory_gib(strategy.root_device)
@@ -304,7 +308,7 @@ def _result(
         "model": {
             "name": config.model.name,
             "class": type(model).__name__.removeprefix("FSDP"),
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": num_parameters,
         },
         "batch": {
             "global_batch_size": plan.global_batch_size,
@@ -316,4 +320,4 @@ def _result(
         "data": prepared.as_dict(),
         "memory": {"peak_gib": peaks.tolist()},
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, summary)
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary)
