@@ -85,7 +85,7 @@ class ZeroState:
     # -- pieces -------------------------------------------------------------------------------------------------
 
     def master_pieces(self) -> list[Piece]:
-        masters = self.masters()
+        masters = [flat.detach() for flat in self.masters()]
         return [p for f in self.fragments for p in fragment_pieces(f.name, f.shape, f.start, f.of(masters[f.group]))]
 
     def gradient_pieces(self, unused: Iterable[str] = ()) -> list[Piece]:

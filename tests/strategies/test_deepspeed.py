@@ -21,6 +21,7 @@ from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_mesh import STEPS, Windows, adamw, oracle, relative, whole
+from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
 
@@ -86,12 +87,13 @@ def trained(
     poison: int | None = None,
     offload: str = "none",
     offload_path: str | None = None,
+    samples: int = 8,
 ) -> dict[str, Any]:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     settings = generate(
-        BatchPlan(8, world, micro_batch_size), stage=stage, precision=precision, bucket_mib=0.01, offload=offload,
+        BatchPlan(samples, world, micro_batch_size), stage=stage, precision=precision, bucket_mib=0.01, offload=offload,
         offload_path=offload_path,
     )  # fmt: skip
     strategy = DeepSpeedStrategy(
@@ -107,7 +109,7 @@ def trained(
     )  # fmt: skip
     quiet_signals(trainer)
     try:
-        trainer.fit(objective, Windows([window(step, rank, world, micro_batch_size) for step in range(STEPS)]))
+        trainer.fit(objective, Windows([window(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]))
     except NonFiniteStep as error:
         return {"error": str(error), "steps": len(watch.rows)}
     return {
@@ -141,3 +143,62 @@ def check(model_name: str, results: list[dict[str, Any]], max_norm: float | None
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_is_the_plain_loop(stage: int, model_name: str, world_size: int, micro_batch_size: int) -> None:
     check(model_name, run_processes(world_size, trained, model_name, stage, micro_batch_size))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_initial_weights_are_the_keyed_ones_bit_for_bit(stage: int) -> None:
+    model = build_meta(MODELS["gpt2"])
+    materialise(model, 5, CPU)
+    initial = joined([result["initial"] for result in _on_three("gpt2", stage)])
+    assert set(initial) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(initial[name], parameter), name
+
+
+def _on_three(model_name: str, stage: int) -> list[dict[str, Any]]:
+    """Three ranks: few parameters divide."""
+    return run_processes(3, trained, model_name, stage, 1, "fp32", 7, None, None, "none", None, 6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_uses_the_global_norm(stage: int) -> None:
+    check("gpt2", run_processes(2, trained, "gpt2", stage, 4, "fp32", 7, 0.5), 0.5)
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 2), (3, 2), (3, 4)])
+def test_offload_to_host_memory_is_the_plain_loop(stage: int, world_size: int) -> None:
+    check("gpt2", run_processes(world_size, trained, "gpt2", stage, 2, "fp32", 7, 0.5, None, "cpu"), 0.5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_nan_on_one_rank_stops_all_before_the_update(stage: int) -> None:
+    for result in run_processes(2, trained, "llama", stage, 4, "fp32", 7, None, 3):
+        assert result == {"error": "the loss at step 4", "steps": 3}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_is_as_close_to_fp32_as_one_bf16_process(stage: int) -> None:
+    expected = oracle("llama")
+    (alone,) = run_processes(1, trained_alone, "llama", 8, "bf16", 0)
+    single_error = max(abs(loss / e - 1) for (loss, _), e in zip(alone["rows"], expected["losses"], strict=True))
+    assert 1e-6 < single_error < 5e-3
+    results = run_processes(2, trained, "llama", stage, 2, "bf16", 7)
+    for result in results:
+        error = max(abs(loss / e - 1) for (loss, _), e in zip(result["rows"], expected["losses"], strict=True))
+        assert error <= 1.5 * single_error
+    model = build_meta(MODELS["llama"])
+    materialise(model, 5, CPU)
+    initial = joined([result["initial"] for result in results])
+    assert all(torch.equal(initial[name], p) for name, p in model.named_parameters())  # fp32 masters, not rounded
+    weights = joined([result["weights"] for result in results])
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    assert relative(whole(weights), whole(expected["weights"])) <= 1.5 * relative(
+        whole(alone["weights"]), whole(expected["weights"])
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_runs_of_one_topology_are_bit_equal(stage: int) -> None:
+    first, second = (_on_three("llama", stage) for _ in range(2))
+    assert first[0]["rows"] == second[0]["rows"]
+    assert torch.equal(*(whole(joined([result["weights"] for result in run])) for run in (first, second)))
