@@ -138,11 +138,17 @@ class FullyShardConfig:
 
 
 @dataclass
+class DeepSpeedOptions:
+    stage: Literal[1, 2, 3] = 3
+    """ZeRO stage: 1 shards the optimizer state, 2 gradients too, 3 weights too."""
+
+
+@dataclass
 class StrategyConfig:
     name: str = "custom"
     """Name of the preset."""
     engine: str = "mesh"
-    """mesh (this project's torch engine), or a name that a plug-in registers."""
+    """mesh (this project's torch engine), deepspeed (ZeRO), or a name that a plug-in registers."""
     dp_replicate: int | Auto = 1
     """Data-parallel replicas with whole weights (DDP)."""
     dp_shard: int | Auto = 1
@@ -160,9 +166,15 @@ class StrategyConfig:
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full recomputes each block in the backward pass; selective keeps matrix products and attention."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters and optimizer state are kept besides the device: cpu (dp_shard), nvme (zero3)."""
+    """Where parameters and optimizer state lie while they are not used; nvme is ZeRO-3's."""
+    offload_path: str | None = None
+    """Folder on the NVMe disk that strategy.offload=nvme writes to."""
     fsdp: FullyShardConfig = field(default_factory=FullyShardConfig)
     """Options of dp_shard (FSDP2)."""
+    deepspeed: DeepSpeedOptions = field(default_factory=DeepSpeedOptions)
+    """Options of the deepspeed engine."""
+    deepspeed_config: dict[str, Any] = field(default_factory=dict)
+    """Raw DeepSpeed settings, for what this project has no key for; merged into the generated ones."""
 
 
 @dataclass

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 
 
+def without_labels(micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A micro-batch of the same shape whose loss is zero, for a process that only takes part."""
+    return {**micro_batch, "labels": micro_batch["labels"].new_full(micro_batch["labels"].shape, IGNORE_INDEX)}
+
+
 @dataclass
 class StepWindow:
     """This process's micro-batches of one optimizer step.

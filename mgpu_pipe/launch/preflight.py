@@ -16,9 +16,11 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
 from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16
+from mgpu_pipe.launch.offload import offload_errors
+from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
-STRATEGIES = "this version has strategy=single, ddp, fsdp and hsdp"
+STRATEGIES = "this version has the data-parallel strategies: single, ddp, fsdp, hsdp and zero1 to zero3_nvme"
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -157,7 +159,9 @@ def _size_errors(config: RunConfig) -> list[BadInputError]:
 def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     strategy, world = config.strategy, world_size(config)
     errors: list[BadInputError] = []
-    engines = ("mesh", *registered(STRATEGY_GROUP)) if strategy.engine != "mesh" else ("mesh",)
+    if strategy.engine == ENGINE:
+        return [*deepspeed_errors(config), *offload_errors(config)]
+    engines = ("mesh", ENGINE, *registered(STRATEGY_GROUP)) if strategy.engine != "mesh" else ("mesh",)
     if strategy.engine not in engines:
         errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", STRATEGIES))
     for axis in (*AXES, "ep"):

@@ -73,9 +73,14 @@ class CausalLMObjective(Objective):
         finally:
             self._head.labels = None
         loss, self._head.result = self._head.result, None
-        if returned is loss and loss is not None:
-            return loss
+        if loss is not None and _same_values(returned, loss):
+            return cast(torch.Tensor, returned)
         # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
         log.info("%s changes its logits after the head: they are computed whole", type(self.model).__name__)
         self._head = None
         return self.micro_batch_loss(batch)
+
+
+def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:
+    """Whether ``returned`` is the loss itself, or an alias of it that an engine's hook on the head made."""
+    return returned is loss or (returned.shape == loss.shape and returned.data_ptr() == loss.data_ptr())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from pytorch_lightning.strategies import ParallelStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
@@ -20,7 +18,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.models.parts import cast_parameters
-from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.data import GradientReducer
@@ -36,21 +34,13 @@ from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm, scale_gr
 from mgpu_pipe.parallel.loss_scale import LossScale
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
-from mgpu_pipe.strategies.world import ExistingWorld
+from mgpu_pipe.strategies.base import EngineStrategy, Materialise, NonFiniteStep
 from mgpu_pipe.topology import ParallelDims
 
-Materialise = Callable[[Any, torch.device], object]
+__all__ = ["MeshStrategy", "NonFiniteStep"]
 
 
-class NonFiniteStep(Exception):
-    """The loss or the gradient norm of a step is not finite; carries what, and the step's window."""
-
-    def __init__(self, what: str, window: StepWindow) -> None:
-        super().__init__(f"{what} at step {window.step + 1}")
-        self.what, self.window = what, window
-
-
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(EngineStrategy):
     """Runs whole optimizer steps on a mesh of processes.
 
     The process group exists already when the strategy is made. ``fp32`` data parallelism keeps whole weights and sums
@@ -87,9 +77,7 @@ class MeshStrategy(ParallelStrategy):
         activation_checkpointing: Literal["none", "full", "selective"] = "none",
         compile_model: bool = False,
     ) -> None:
-        super().__init__(cluster_environment=ExistingWorld())
-        self.dims = dims
-        self._device = device
+        super().__init__(dims, device)
         self._precision = precision
         self._max_norm = max_norm
         self._bucket_mib = bucket_mib
@@ -137,10 +125,6 @@ class MeshStrategy(ParallelStrategy):
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
-    @property
-    def root_device(self) -> torch.device:
-        return self._device
-
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -155,59 +139,7 @@ class MeshStrategy(ParallelStrategy):
                     group.setdefault("initial_lr", group["lr"])
         self.setup_precision_plugin()
 
-    def model_to_device(self) -> None:
-        """Parameters are created where they belong."""
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, StepWindow) and self._device.type != "cpu":
-            batch.micro_batches = [
-                {name: value.to(self._device, non_blocking=True) for name, value in micro_batch.items()}
-                for micro_batch in batch.micro_batches
-            ]
-        return batch
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
-            return tensor
-        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-        op = dist.ReduceOp.SUM if mean or reduce_op == "sum" else reduce_op
-        result = tensor.to(self._device).clone()
-        dist.all_reduce(result, op=op, group=group)
-        return result / self.world_size if mean else result
-
-    def barrier(self, name: str | None = None) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send a JSON value from ``src`` to all; other types are refused, since nothing here is pickled."""
-        if self.world_size == 1:
-            return obj
-        payload = json.dumps(obj).encode() if self.global_rank == src else b""
-        size = torch.tensor([len(payload)], device=self._device)
-        dist.broadcast(size, src)
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
-        if self.global_rank == src:
-            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        dist.broadcast(data, src)
-        return json.loads(bytes(data.tolist()))
-
-    def teardown(self) -> None:
-        """Leave the model where it is: it is evaluated, sampled from or saved after the fit."""
-        assert self.accelerator is not None
-        self.accelerator.teardown()
-
     # -- assembling ---------------------------------------------------------------------------------------------
-
-    @property
-    def objective(self) -> Objective:
-        module = self.lightning_module
-        assert isinstance(module, Objective), "MeshStrategy trains subclasses of mgpu_pipe.objectives.base.Objective"
-        return module
 
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
@@ -348,11 +280,6 @@ class MeshStrategy(ParallelStrategy):
         count, length = most.tolist()
         missing = count - len(micro_batches)
         return [*micro_batches, *[self.objective.empty_micro_batch(length, self._device)] * missing]
-
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        if self.dims.data_parallel_size > 1:
-            dist.all_reduce(values)
-        return values
 
     # -- state --------------------------------------------------------------------------------------------------
 

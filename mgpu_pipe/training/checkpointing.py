@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.adapters import create_optimizer_state
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import prune
@@ -28,6 +27,7 @@ class HoldsState(Protocol):
     def optimizer_pieces(self) -> list[Piece]: ...
 
     def state_entries(self) -> dict[str, Any]: ...
+    def pieces_written(self) -> None: ...
 
 
 class Checkpointer:
@@ -93,12 +93,14 @@ class Checkpointer:
 def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
     """Fill this rank's weights from a checkpoint, whichever strategy wrote it."""
     reader.read(strategy.model_pieces(), "model")
+    strategy.pieces_written()
 
 
 def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
     """Fill this rank's optimizer state from a checkpoint, whichever strategy wrote it."""
     stored = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names("optimizer")}
     weights = {name: reader.dtype(name) for name in reader.names("model")}
-    create_optimizer_state(strategy.objective.model, strategy.optimizers[0], stored, weights)
+    strategy.create_optimizer_state(stored, weights)
     strategy.restore_entries(reader.state)
     reader.read(strategy.optimizer_pieces(), "optimizer")
+    strategy.pieces_written()

@@ -20,9 +20,11 @@ def decay_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[s
     trainable = [p for p in model.parameters() if p.requires_grad]
     if config.decay_norms_and_biases:
         return [{"params": trainable, "weight_decay": config.weight_decay}]
+    # A parameter that DeepSpeed has partitioned is empty, and keeps its shape in ``ds_shape``.
+    num_dims = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trainable}
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trainable if num_dims[id(p)] >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if num_dims[id(p)] < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

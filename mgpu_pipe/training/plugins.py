@@ -9,6 +9,8 @@ from mgpu_pipe.config.plugins import OBJECTIVE_GROUP, STRATEGY_GROUP
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.mesh import MeshStrategy
 
 
@@ -21,13 +23,14 @@ def objective_class(name: str) -> type[Objective]:
     return _named("objective.name", name, {"causal_lm": CausalLMObjective}, OBJECTIVE_GROUP, Objective)
 
 
-def strategy_class(engine: str) -> type[MeshStrategy]:
+def strategy_class(engine: str) -> type[EngineStrategy]:
     """The class that ``strategy.engine`` names; it is built by its ``from_config``.
 
     Raises:
-        ConfigError: no such name, or what is registered is not a subclass of ``MeshStrategy``.
+        ConfigError: no such name, or what is registered is not a subclass of ``EngineStrategy``.
     """
-    return _named("strategy.engine", engine, {"mesh": MeshStrategy}, STRATEGY_GROUP, MeshStrategy)
+    own = {"mesh": MeshStrategy, "deepspeed": DeepSpeedStrategy}
+    return _named("strategy.engine", engine, own, STRATEGY_GROUP, EngineStrategy)
 
 
 def _named(key: str, name: str, own: dict[str, Any], group: str, base: type) -> Any:

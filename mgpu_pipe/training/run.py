@@ -29,7 +29,7 @@ from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.randomness import uses_dropout
-from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
+from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.length import run_length
@@ -93,6 +93,7 @@ def train(
     total_steps = _horizon(config, reader, max_steps)
 
     model, fill = _build_model(config, device, sharded=dims.dp_shard > 1)
+    num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
@@ -168,7 +169,7 @@ def train(
         if writer is not None:
             writer.sync()
             writer.close()
-    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision)
+    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, num_parameters)
 
 
 def _horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
@@ -241,7 +242,7 @@ def _utilisation(
 def _build_trainer(
     config: RunConfig,
     paths: RunPaths,
-    strategy: MeshStrategy,
+    strategy: EngineStrategy,
     recorder: StepRecorder,
     max_steps: int,
     device: torch.device,
@@ -291,10 +292,11 @@ def _result(
     dims: ParallelDims,
     plan: BatchPlan,
     model: PreTrainedModel,
-    strategy: MeshStrategy,
+    strategy: EngineStrategy,
     recorder: StepRecorder,
     checkpointer: Checkpointer,
     precision: str,
+    num_parameters: int,
 ) -> TrainResult:
     memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
     status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
@@ -315,7 +317,7 @@ def _result(
         "model": {
             "name": config.model.name,
             "class": type(model).__name__.removeprefix("FSDP"),
-            "parameters": sum(p.numel() for p in model.parameters()),
+            "parameters": num_parameters,
         },
         "batch": {
             "global_batch_size": plan.global_batch_size,
@@ -327,4 +329,4 @@ def _result(
         "data": prepared.as_dict(),
         "memory": memory,
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, dims.dp_shard == 1, summary)
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary)

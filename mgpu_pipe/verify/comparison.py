@@ -21,7 +21,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.base import Objective
-from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.optimizers import optimizer_factory
@@ -40,7 +40,7 @@ def compare(
     config: RunConfig,
     *,
     window_maker: WindowMaker = window_of,
-    on_start: Callable[[MeshStrategy], None] = lambda strategy: None,
+    on_start: Callable[[EngineStrategy], None] = lambda strategy: None,
 ) -> list[Measurement]:
     """Train the (small) ``config`` for ``trainer.max_steps`` and compare every step. A collective call.
 
@@ -78,7 +78,7 @@ def compare(
     return watch.measurements
 
 
-def _configured(config: RunConfig, dims: ParallelDims) -> tuple[MeshStrategy, Objective]:
+def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, Objective]:
     """The strategy and the objective as training assembles them."""
 
     def materialised(model: torch.nn.Module, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class _Comparison(pl.Callback):
     """Sets the state before each step, and compares gradients before and weights after the update."""
 
     def __init__(
-        self, config: RunConfig, plan: BatchPlan, batches: list[Batch], on_start: Callable[[MeshStrategy], None]
+        self, config: RunConfig, plan: BatchPlan, batches: list[Batch], on_start: Callable[[EngineStrategy], None]
     ) -> None:
         self.measurements: list[Measurement] = []
         self._plan, self._batches, self._on_start = plan, batches, on_start
@@ -139,6 +139,7 @@ class _Comparison(pl.Callback):
         if self._state:
             check_covered("optimizer state", strategy.optimizer_pieces(), self._state)
             fill(strategy.optimizer_pieces(), self._state)
+        strategy.pieces_written()
         if self._alone is not None:
             fill(self._alone.weights(), self._weights)
             fill(self._alone.optimizer_state(), self._state)

@@ -20,7 +20,7 @@ from typing import Any
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytorch_lightning", "transformers",
            "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
            "transformers.models.qwen3.modeling_qwen3", "transformers.models.mixtral.modeling_mixtral",
-           "mgpu_pipe.training.run"]
+           "mgpu_pipe.training.run", "tests.support.preload_deepspeed"]
 TIMEOUT_S = 240.0
 
 

@@ -1,0 +1,202 @@
+"""What every engine's strategy is to training, checkpoints and verification, and the plumbing Lightning asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import ParallelStrategy
+from typing_extensions import Self
+
+from mgpu_pipe.checkpoint.adapters import create_optimizer_state
+from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.strategies.world import ExistingWorld
+from mgpu_pipe.topology import ParallelDims
+
+Materialise = Callable[[Any, torch.device], object]
+StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of every optimizer tensor of a checkpoint, by its name ``<parameter>/<state key>``."""
+
+
+class NonFiniteStep(Exception):
+    """The loss or the gradient norm of a step is not finite; carries what, and the step's window."""
+
+    def __init__(self, what: str, window: StepWindow) -> None:
+        super().__init__(f"{what} at step {window.step + 1}")
+        self.what, self.window = what, window
+
+
+class EngineStrategy(ParallelStrategy):
+    """Base of the strategies that run whole optimizer steps; the process group exists already when one is made.
+
+    A subclass splits the model (:meth:`parallelise`), runs steps and evaluation, and shows its part of the state as
+    pieces in the coordinates of the unsharded model.
+
+    Args:
+        dims: the sizes of every axis.
+        device: this process's device.
+    """
+
+    def __init__(self, dims: ParallelDims, device: torch.device) -> None:
+        super().__init__(cluster_environment=ExistingWorld())
+        self.dims = dims
+        self._device = device
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        materialise: Materialise | None,
+        dropout_seed: int | None,
+        stop_requested: Callable[[], bool],
+    ) -> Self:
+        """Build the strategy of a run; a subclass reads its own keys here.
+
+        Args:
+            materialise: fills the parameters and buffers of a model that was built on the meta device, in place;
+                None for a model whose weights were loaded.
+            dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
+            stop_requested: whether this process was told to stop.
+        """
+        raise NotImplementedError(f"{cls.__name__} defines no from_config")
+
+    # -- what training, checkpoints and verification ask --------------------------------------------------------
+
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether one rank alone can run the trained model: no part of it is on another rank only."""
+        return self.dims.dp_shard == 1
+
+    @property
+    def objective(self) -> Objective:
+        module = self.lightning_module
+        assert isinstance(module, Objective), "strategies train subclasses of mgpu_pipe.objectives.base.Objective"
+        return module
+
+    def parallelise(self, model: torch.nn.Module) -> None:
+        """Split ``model`` over the processes and fill its parameters. A collective call."""
+        raise NotImplementedError
+
+    def run_step(self, window: StepWindow) -> StepResult:
+        """Forward and backward of all micro-batches, reduction, norm, finite check and clipping (not the update).
+
+        Raises:
+            NonFiniteStep: on every rank alike, before the update.
+        """
+        raise NotImplementedError
+
+    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
+        """This process's sum of losses over the window's micro-batches, a float64 scalar, without gradients."""
+        raise NotImplementedError
+
+    def zero_gradients(self) -> None:
+        """Clear all gradients."""
+        raise NotImplementedError
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of a tensor over the data-parallel processes, in place. A collective call."""
+        if self.dims.data_parallel_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def model_pieces(self) -> list[Piece]:
+        """This rank's parts of the (master) weights, as live tensors."""
+        raise NotImplementedError
+
+    def optimizer_pieces(self) -> list[Piece]:
+        """This rank's parts of the optimizer state, as live tensors."""
+        raise NotImplementedError
+
+    def gradient_pieces(self) -> list[Piece]:
+        """This rank's parts of the gradients, as live tensors."""
+        raise NotImplementedError
+
+    def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
+        """Give the optimizer the (empty) state tensors that a checkpoint holds values for.
+
+        Args:
+            weights: type of every weight of the checkpoint by its name.
+        """
+        create_optimizer_state(self.objective.model, self.optimizers[0], stored, weights)
+
+    def state_entries(self) -> dict[str, Any]:
+        """What ``state.json`` keeps of this strategy, equal on every rank."""
+        return {}
+
+    def restore_entries(self, state: Mapping[str, Any]) -> None:
+        """Take back :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps, by what they are for; parts that are not known are left out."""
+        return {}
+
+    def pieces_written(self) -> None:
+        """To be called once pieces were written into: brings copies of them up to date. A collective call."""
+
+    # -- what Lightning asks ------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def model_to_device(self) -> None:
+        """Parameters are created where they belong."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, StepWindow) and self._device.type != "cpu":
+            batch.micro_batches = [
+                {name: value.to(self._device, non_blocking=True) for name, value in micro_batch.items()}
+                for micro_batch in batch.micro_batches
+            ]
+        return batch
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
+            return tensor
+        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        op = dist.ReduceOp.SUM if mean or reduce_op == "sum" else reduce_op
+        result = tensor.to(self._device).clone()
+        dist.all_reduce(result, op=op, group=group)
+        return result / self.world_size if mean else result
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send a JSON value from ``src`` to all; other types are refused, since nothing here is pickled."""
+        if self.world_size == 1:
+            return obj
+        payload = json.dumps(obj).encode() if self.global_rank == src else b""
+        size = torch.tensor([len(payload)], device=self._device)
+        dist.broadcast(size, src)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        if self.global_rank == src:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        dist.broadcast(data, src)
+        return json.loads(bytes(data.tolist()))
+
+    def teardown(self) -> None:
+        """Leave the model where it is: it is evaluated, sampled from or saved after the fit."""
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+
+
+def check_finite(loss: float, gradient_norm: float, window: StepWindow) -> None:
+    """Raise :class:`NonFiniteStep` unless both numbers, which are the same on every rank, are finite."""
+    for value, what in ((loss, "the loss"), (gradient_norm, "the gradient norm")):
+        if value - value != 0.0:
+            raise NonFiniteStep(what, window)

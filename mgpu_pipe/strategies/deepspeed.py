@@ -1,0 +1,355 @@
+"""The deepspeed engine: ZeRO-1, 2 and 3 as a Lightning Strategy, on CUDA and on the CPU.
+
+Lightning's own DeepSpeedStrategy refuses the CPU. DeepSpeed is imported when a run sets up, and by no other engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import Self
+
+from mgpu_pipe.checkpoint.adapters import named_tensor_pieces
+from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision
+from mgpu_pipe.data.window import StepWindow, without_labels
+from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
+from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
+from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
+from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
+from mgpu_pipe.strategies.zero_state import ZeroState, ZeroThreeState, ZeroTwoState, fragment_pieces
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+MicroBatch = dict[str, torch.Tensor]
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class LossModule(nn.Module):
+    """What DeepSpeed's engine runs: from a micro-batch to the sum of its losses."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.model = objective.model
+        self._loss = objective.micro_batch_loss
+
+    def forward(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss(micro_batch)
+
+
+class DeepSpeedStrategy(EngineStrategy):
+    """Runs whole optimizer steps through DeepSpeed's engine.
+
+    ZeRO-1 reduces gradients once a step window, ZeRO-2 and 3 in every micro-batch. The norm, the finite check and
+    clipping are this project's, between the last backward pass and the update.
+
+    Args:
+        dims: data-parallel sizes only.
+        device: this process's device.
+        settings: the DeepSpeed configuration (:mod:`.deepspeed_config`).
+        precision: ``fp32`` or ``bf16``.
+        max_norm: largest global gradient norm, or None.
+        materialise: fills a model that was built on the meta device, in place; None for one that is filled.
+        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given.
+        dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
+        stop_requested: whether this process was told to stop.
+    """
+
+    strategy_name = "mgpu_deepspeed"
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        settings: Mapping[str, Any],
+        *,
+        precision: str = "fp32",
+        max_norm: float | None = None,
+        materialise: Materialise | None = None,
+        seed: int = 0,
+        dropout_seed: int | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(dims, device)
+        self.settings = dict(settings)
+        self.stage = int(self.settings["zero_optimization"]["stage"])
+        self._precision = precision
+        self._max_norm = max_norm
+        self._materialise = materialise
+        self._seed = seed
+        self._dropout_seed = dropout_seed
+        self._stop_requested = stop_requested
+        self._engine: DeepSpeedEngine | None = None
+        self._state: ZeroState | None = None
+        self._initial: Shards = {}
+        self._frozen: Shards = {}
+        self._used: dict[str, float] = {}
+        self._unused: list[str] = []
+        self._like: MicroBatch | None = None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        materialise: Materialise | None,
+        dropout_seed: int | None,
+        stop_requested: Callable[[], bool],
+    ) -> Self:
+        return cls(
+            dims,
+            device,
+            deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size)),
+            precision=resolve_precision(config),
+            max_norm=config.trainer.gradient_clip_val,
+            materialise=materialise,
+            seed=config.seed,
+            dropout_seed=dropout_seed,
+            stop_requested=stop_requested,
+        )
+
+    # -- assembling ---------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> DeepSpeedEngine:
+        assert self._engine is not None, "the engine exists once training is set up"
+        return self._engine
+
+    @property
+    def state(self) -> ZeroState:
+        assert self._state is not None, "the state exists once training is set up"
+        return self._state
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        objective = self.objective
+        _prepare_deepspeed(self._device)
+        self.parallelise(objective.model)
+        self.model = objective
+        self.setup_optimizers(trainer)
+        (optimizer,) = self.optimizers
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._start_engine(objective, optimizer)
+        self.optimizers = [self.state.optimizer]
+        self.setup_precision_plugin()
+
+    def parallelise(self, model: nn.Module) -> None:
+        """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""
+        dtype = COMPUTE_DTYPES[self._precision]
+        if self.stage == 3:
+            seed = self._seed if self._materialise is not None else None
+            self._initial = partition_model(model, self.settings, seed, self._device, dtype)
+            return
+        if self._materialise is not None:
+            self._materialise(model, self._device)
+        if dtype != torch.float32:
+            self._initial = whole_values(model)
+
+    def _start_engine(self, objective: Objective, optimizer: torch.optim.Optimizer) -> None:
+        model = objective.model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._engine = _engine(LossModule(objective), optimizer, self.settings)
+        kind = ZeroThreeState if self.stage == 3 else ZeroTwoState
+        self._state = kind(self._engine.optimizer, names, dist.get_rank())
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._used[name] = 0.0
+                parameter.register_post_accumulate_grad_hook(self._mark(name))
+        self._take_initial_values(model)
+
+    def _take_initial_values(self, model: nn.Module) -> None:
+        """The fp32 masters' initial values: DeepSpeed makes them from the weights that it has rounded."""
+        if not self._initial:
+            return
+        masters = self.state.masters()
+        with torch.no_grad():
+            for f in self.state.fragments:
+                f.of(masters[f.group]).copy_(values_of(self._initial, f.name, f.start, f.numel))
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                start, stop = equal_part(getattr(parameter, "ds_numel", parameter.numel()), rank, ranks)
+                self._frozen[name] = (start, values_of(self._initial, name, start, stop - start).clone())
+        self._initial = {}
+
+    def _mark(self, name: str) -> Callable[[torch.Tensor], None]:
+        def mark(parameter: torch.Tensor) -> None:
+            self._used[name] = 1.0
+
+        return mark
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def run_step(self, window: StepWindow) -> StepResult:
+        engine, self._like = self.engine, window.micro_batches[0]
+        if self._dropout_seed is not None:
+            torch.manual_seed(step_seed(self._dropout_seed, window.step, self.global_rank))
+        self.state.clear_gradients()
+        self._used = dict.fromkeys(self._used, 0.0)
+        # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
+        scale = self.dims.data_parallel_size / window.normalizer
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, micro_batch in enumerate(window.micro_batches):
+            engine.set_gradient_accumulation_boundary(index == len(window.micro_batches) - 1)
+            loss = engine(micro_batch)
+            engine.backward(loss.float() * scale, scale_wrt_gas=False)
+            loss_sum += loss.detach()
+        return self._finish_step(window, loss_sum)
+
+    def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
+        gradients = [gradient for _, gradient in self.state.gradients()]
+        squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
+        stop = 1.0 if self._stop_requested() else 0.0
+        # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
+        told = torch.tensor([stop, *self._used.values()], dtype=torch.float64, device=self._device)
+        facts = self.sum_over_data(torch.cat([loss_sum.reshape(1), squares.reshape(1), told])).tolist()
+        loss, norm, stopping = facts[0] / window.normalizer, facts[1] ** 0.5, facts[2] > 0
+        self._unused = [name for name, used in zip(self._used, facts[3:], strict=True) if not used]
+        check_finite(loss, norm, window)
+        if self._max_norm is not None and norm + CLIP_EPSILON > self._max_norm:
+            self.state.clip(self._max_norm / (norm + CLIP_EPSILON))
+        return StepResult(loss, norm, stopping)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Lightning's hooks, then DeepSpeed's update."""
+        result = closure()
+        self.precision_plugin._after_closure(self.objective, optimizer)
+        self.state.update(self.engine.step, self._unused)
+        return result
+
+    def zero_gradients(self) -> None:
+        """DeepSpeed has cleared them with the update."""
+
+    @torch.no_grad()
+    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for micro_batch in self._padded(window.micro_batches):
+            total += self.engine(micro_batch)
+        return total
+
+    def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """As many micro-batches on every rank, those added without labels: under ZeRO-3 all ranks run each layer.
+
+        A collective call under ZeRO-3.
+        """
+        if self.stage < 3 or self.dims.data_parallel_size == 1:
+            return micro_batches
+        count = torch.tensor(len(micro_batches), device=self._device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        missing = int(count) - len(micro_batches)
+        if not missing:
+            return micro_batches
+        like = micro_batches[-1] if micro_batches else self._like
+        assert like is not None, "an evaluation follows a training step"
+        return [*micro_batches, *[without_labels(like)] * missing]
+
+    @property
+    def holds_whole_model(self) -> bool:
+        return self.stage < 3
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def model_pieces(self) -> list[Piece]:
+        return [*self.state.master_pieces(), *self._frozen_pieces()]
+
+    def optimizer_pieces(self) -> list[Piece]:
+        return self.state.optimizer_pieces()
+
+    def gradient_pieces(self) -> list[Piece]:
+        return self.state.gradient_pieces(self._unused)
+
+    def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
+        self.state.create_optimizer_state(stored)
+
+    @torch.no_grad()
+    def pieces_written(self) -> None:
+        self.state.weights_written()
+        for name, parameter in self._frozen_parameters():
+            if name not in self._frozen:
+                continue  # the weights themselves are the masters
+            values = self._frozen[name][1]
+            part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+            if part is not None:
+                part.narrow(0, 0, values.numel()).copy_(values)
+            else:
+                _gather_parts(parameter, values)
+
+    def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.objective.model.named_parameters() if not p.requires_grad]
+
+    def _frozen_pieces(self) -> list[Piece]:
+        """Parts of the parameters that are not trained, which no optimizer holds."""
+        pieces: list[Piece] = []
+        for name, parameter in self._frozen_parameters():
+            part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if name in self._frozen:
+                start, values = self._frozen[name]
+                pieces += fragment_pieces(name, shape, start, values)
+            elif part is not None:
+                start, stop = equal_part(shape_numel(shape), dist.get_rank(), dist.get_world_size())
+                pieces += fragment_pieces(name, shape, start, part.narrow(0, 0, stop - start))
+            else:
+                pieces += named_tensor_pieces([(name, parameter)])
+        return pieces
+
+
+def shape_numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _gather_parts(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Fill a whole parameter from every rank's part. A collective call."""
+    ranks = dist.get_world_size()
+    size = -(-parameter.numel() // ranks)
+    mine = torch.zeros(size, dtype=values.dtype, device=values.device)
+    mine[: values.numel()] = values
+    whole = torch.empty(size * ranks, dtype=values.dtype, device=values.device)
+    dist.all_gather_into_tensor(whole, mine)
+    parameter.data.view(-1).copy_(whole[: parameter.numel()])
+
+
+def _prepare_deepspeed(device: torch.device) -> None:
+    """Import DeepSpeed for this device, keep its log to warnings, and let it use the process group there is."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # DeepSpeed compiles an all-reduce for inference on the CPU when it meets a process group; training never calls it.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_init_required=False)
+
+
+def _engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    class ZeroEngine(DeepSpeedEngine):
+        """ZeRO under every precision: DeepSpeed has another optimizer for bf16 at stage 1."""
+
+        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+            return str(ZERO_OPTIMIZATION)
+
+    config = DeepSpeedConfig(settings)
+    return ZeroEngine(args=None, model=module, optimizer=optimizer, config=settings, config_class=config)

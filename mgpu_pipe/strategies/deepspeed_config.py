@@ -1,0 +1,215 @@
+"""The DeepSpeed configuration of a run, generated from this project's keys. Neither torch nor DeepSpeed is imported.
+
+Every setting here is one of two kinds. What follows from a key of this project (batch, precision, stage, offload,
+clipping, optimizer) is *owned*: a raw setting of the same name under ``strategy.deepspeed_config`` is refused. The
+others are defaults, which a raw setting replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, resolve_precision
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.topology import BatchPlan
+
+RAW = "strategy.deepspeed_config"
+ENGINE = "deepspeed"
+FP32_BYTES = 4
+MIB = 1 << 20
+
+OWNED = {
+    "train_batch_size": "data.global_batch_size",
+    "train_micro_batch_size_per_gpu": "data.micro_batch_size",
+    "gradient_accumulation_steps": "data.global_batch_size and data.micro_batch_size",
+    "managed_gradient_accumulation": "data.global_batch_size and data.micro_batch_size",
+    "gradient_clipping": "trainer.gradient_clip_val",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "zero_allow_untested_optimizer": "optimizer",
+    "zero_force_ds_cpu_optimizer": "optimizer",
+    "bf16": "precision",
+    "bfloat16": "precision",
+    "fp16": "precision",
+    "amp": "precision",
+    "torch_autocast": "precision",
+    "data_types": "precision",
+    "communication_data_type": "precision",
+    "activation_checkpointing": "strategy.activation_checkpointing",
+    "zero_optimization.stage": "strategy.deepspeed.stage",
+    "zero_optimization.reduce_bucket_size": "strategy.bucket_mib",
+    "zero_optimization.allgather_bucket_size": "strategy.bucket_mib",
+    "zero_optimization.offload_optimizer.device": "strategy.offload",
+    "zero_optimization.offload_optimizer.nvme_path": "strategy.offload_path",
+    "zero_optimization.offload_param.device": "strategy.offload",
+    "zero_optimization.offload_param.nvme_path": "strategy.offload_path",
+    "zero_optimization.cpu_offload": "strategy.offload",
+    "zero_optimization.cpu_offload_param": "strategy.offload",
+    "prescale_gradients": "the loss, which is a sum over the step's tokens divided by their number",
+    "gradient_predivide_factor": "the loss, which is a sum over the step's tokens divided by their number",
+    "gradient_allreduce_op": "the loss, which is a sum over the step's tokens divided by their number",
+    "zero_optimization.compute_grad_norm": "the gradient norm, which this project computes in float64",
+}
+"""Raw setting -> what decides it here."""
+UNSUPPORTED = (
+    "elasticity", "pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size", "hybrid_engine",
+    "compression_training", "curriculum_learning", "data_efficiency", "sparse_gradients", "sparse_attention",
+    "progressive_layer_drop", "eigenvalue", "compile", "zero_optimization.zenflow",
+    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.offload_optimizer.ratio", "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment",
+    "zero_optimization.sub_group_prefetch",
+)  # fmt: skip
+"""Raw settings that change the result, the data, or who holds what, which this project would not know of."""
+STAGE_3_ONLY = ("zero_optimization.offload_param", "zero_optimization.sub_group_size")
+STAGE_3_PREFIX = "zero_optimization.stage3_"
+STAGE_1_2_ONLY = ("zero_optimization.use_multi_rank_bucket_allreduce", "zero_optimization.ignore_unused_parameters")
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "ASGD")
+"""torch's optimizers whose update of an element depends on that element alone: ZeRO updates flat pieces."""
+
+
+def deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+    """What DeepSpeed is given for a run that :func:`deepspeed_errors` finds nothing wrong with."""
+    return generate(
+        plan,
+        stage=config.strategy.deepspeed.stage,
+        precision=resolve_precision(config),
+        bucket_mib=config.strategy.bucket_mib,
+        offload=config.strategy.offload,
+        offload_path=config.strategy.offload_path,
+        pinned=device_type(config) == "cuda",
+        raw=config.strategy.deepspeed_config,
+    )
+
+
+def generate(
+    plan: BatchPlan,
+    *,
+    stage: Literal[1, 2, 3],
+    precision: str = "fp32",
+    bucket_mib: float = 25.0,
+    offload: str = "none",
+    offload_path: str | None = None,
+    pinned: bool = False,
+    raw: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """See :func:`deepspeed_config`.
+
+    Args:
+        pinned: keep what is offloaded in page-locked memory (CUDA).
+        raw: settings that replace defaults or add to them.
+    """
+    bucket = max(2, int(bucket_mib * MIB / FP32_BYTES) // 2 * 2)  # DeepSpeed wants an even number of elements
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+    }
+    if stage == 3:
+        # Everything is sharded, however small; DeepSpeed's own default keeps parameters below 100,000 elements whole.
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket}
+    else:
+        # Reduced to the rank that owns a part (2 bytes moved for each where an all-reduce and an all-gather move 3).
+        zero |= {"use_multi_rank_bucket_allreduce": False, "ignore_unused_parameters": True}
+        if offload == "none":  # the norm is ours
+            zero["compute_grad_norm"] = False
+    zero |= _offload(stage, offload, offload_path, pinned)
+    found: dict[str, Any] = {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_micro_batches,
+        "gradient_clipping": 0.0,  # clipped here, by the float64 norm
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "steps_per_print": 1 << 62,
+    }
+    if precision == "bf16":
+        found["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    return _merged(found, raw or {})
+
+
+def _offload(stage: int, offload: str, path: str | None, pinned: bool) -> dict[str, Any]:
+    if offload == "none":
+        return {}
+    place: dict[str, Any] = {"device": offload, "pin_memory": pinned}
+    if offload == "nvme":
+        place["nvme_path"] = str(Path(str(path)).expanduser().resolve())
+    found = {"offload_optimizer": place}
+    if stage == 3:
+        # Weights stay in host memory under nvme as well: the optimizer state is six times as large.
+        found["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return found
+
+
+def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(base)
+    for name, value in over.items():
+        held = found.get(name)
+        both = isinstance(held, dict) and isinstance(value, Mapping)
+        found[name] = _merged(held, value) if both and isinstance(held, dict) else value
+    return found
+
+
+def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
+    """What is wrong with a configuration of this engine: sizes, stage, raw settings, optimizer."""
+    strategy, errors = config.strategy, list[BadInputError]()
+    for axis in ("dp_replicate", "tp", "pp", "cp", "ep"):
+        size = getattr(strategy, axis)
+        if size != 1:
+            fix = "use 1, or a preset of the mesh engine" + (" (dp_shard is ZeRO's size)" if "dp" in axis else "")
+            errors.append(ConfigError(f"strategy.{axis}", size, fix, "strategy.engine=deepspeed shards data only"))
+    if strategy.offload == "nvme" and strategy.deepspeed.stage < 3:
+        fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
+        reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
+        errors.append(ConfigError("strategy.offload", "nvme", fix, reason))
+    return [*errors, *_raw_errors(config), *_optimizer_errors(config)]
+
+
+def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
+    stage = config.strategy.deepspeed.stage
+    for name, value in flat(config.strategy.deepspeed_config):
+        owner = _found(name, OWNED)
+        if owner is not None:
+            decides = OWNED[owner]
+            fix = f"leave it out: {decides} decides it" if " " in decides else f"leave it out and set {decides}"
+            yield ConfigError(f"{RAW}.{name}", value, fix, "this project sets it")
+        elif _found(name, UNSUPPORTED) is not None:
+            yield ConfigError(f"{RAW}.{name}", value, "leave it out", "not supported here: checkpoints and parity "
+                              "would not know of it")
+        elif stage < 3 and (_found(name, STAGE_3_ONLY) is not None or name.startswith(STAGE_3_PREFIX)):
+            fix = "use strategy.deepspeed.stage=3, or leave it out"
+            yield ConfigError(f"{RAW}.{name}", value, fix, f"ZeRO-{stage} does not have it")
+        elif stage == 3 and _found(name, STAGE_1_2_ONLY) is not None:
+            yield ConfigError(f"{RAW}.{name}", value, "leave it out", "ZeRO-3 does not have it")
+
+
+def _found(name: str, settings: Any) -> str | None:
+    """The setting that ``name`` is, is part of, or holds."""
+    return next((s for s in settings if name == s or name.startswith(f"{s}.") or s.startswith(f"{name}.")), None)
+
+
+def _optimizer_errors(config: RunConfig) -> Iterator[BadInputError]:
+    target = config.optimizer._target_
+    module, _, name = target.rpartition(".")
+    if module.startswith("torch.optim") and name not in ELEMENTWISE:
+        fix = "use torch.optim.AdamW, or the mesh engine (strategy=fsdp)"
+        reason = "ZeRO updates flat pieces of the weights, and this optimizer needs whole matrices"
+        yield ConfigError("optimizer._target_", target, fix, reason)
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf by its dotted name."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

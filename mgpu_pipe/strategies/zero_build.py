@@ -1,0 +1,104 @@
+"""Building a model for ZeRO: whole for stages 1 and 2; for stage 3 one partitioned parameter after another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Shards = dict[str, tuple[int, torch.Tensor]]
+"""By parameter: the first element of this rank's part of the flattened tensor, and the part in fp32."""
+
+
+def equal_part(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First and last (exclusive) element of a rank's part of ``numel`` elements; the last parts may be empty."""
+    size = -(-numel // ranks)
+    return min(rank * size, numel), min((rank + 1) * size, numel)
+
+
+def partition_model(
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    seed: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Shards:
+    """Give every rank its part of every parameter, as DeepSpeed's ``zero.Init`` does, and fill the buffers.
+
+    Nothing is sent: a rank draws the rows that hold its part, so the whole model is nowhere, and at most one whole
+    parameter's memory is (briefly) reserved.
+
+    Args:
+        model: on the meta device; or, where ``seed`` is None, whole and filled.
+        settings: the DeepSpeed configuration.
+        seed: keys the initial values.
+        dtype: of the partitioned weights.
+
+    Returns:
+        The fp32 values of this rank's parts, where ``dtype`` cannot hold them.
+    """
+    import deepspeed
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    context = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
+    recipe = recipe_of(cast("PreTrainedModel", model)) if seed is not None else None
+    shards: Shards = {}
+    for name, old in list(model.named_parameters()):
+        shape = tuple(old.shape)
+        start, stop = equal_part(old.numel(), rank, ranks)
+        if recipe is None or seed is None:
+            values = old.detach().reshape(-1)[start:stop].to(device, torch.float32, copy=True)
+        else:
+            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(device)
+        new = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=old.requires_grad)
+        _replace(model, old, new)
+        context._convert_to_deepspeed_param(new)
+        new.partition()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            part = new.ds_tensor  # type: ignore[attr-defined]
+            part.zero_()
+            part.narrow(0, 0, stop - start).copy_(values)
+        if dtype != torch.float32:
+            shards[name] = (start, values)
+    if recipe is not None:
+        materialise_buffers(model, recipe, device)
+    return shards
+
+
+def _draw_elements(
+    model: PreTrainedModel, recipe: Any, name: str, seed: int, shape: tuple[int, ...], start: int, stop: int
+) -> torch.Tensor:
+    """Elements ``start`` to ``stop`` of the flattened initial parameter."""
+    if not shape:
+        return draw_parameter(model, recipe, name, seed).reshape(1)[start:stop].clone()
+    row = max(1, prod(shape[1:]))
+    first = start // row
+    drawn = draw_parameter(model, recipe, name, seed, rows=(first, max(first, -(-stop // row)))).reshape(-1)
+    return drawn[start - first * row : stop - first * row].clone()
+
+
+def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is old:
+                module._parameters[name] = new
+
+
+def whole_values(model: nn.Module) -> Shards:
+    """Copies of all fp32 parameters of a whole model, before an engine casts them."""
+    return {name: (0, p.detach().reshape(-1).clone()) for name, p in model.named_parameters()}
+
+
+def values_of(shards: Shards, name: str, start: int, numel: int) -> torch.Tensor:
+    """Elements of a flattened parameter out of the part that is held."""
+    first, values = shards[name]
+    return values.narrow(0, start - first, numel)

@@ -1,0 +1,138 @@
+"""Oracle: the uninterrupted plain run of one process, whatever engine and world size its parts were made by."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
+from mgpu_pipe.strategies.deepspeed_config import generate
+from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from tests.strategies.test_mesh import LR, Windows
+from tests.support.processes import run_processes
+from tests.support.tiny import MODELS, window
+
+CPU, HALF, ALL = torch.device("cpu"), 4, 14
+FROZEN = ("wte", "embed_tokens", "h.0.mlp", "layers.0.mlp")
+
+
+def built(model_name: str, frozen: bool) -> torch.nn.Module:
+    model = build_meta(MODELS[model_name])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and any(part in name for part in FROZEN)))
+    return model
+
+
+def decaying_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=LR, weight_decay=0.1, fused=True)
+
+
+def strategy_of(engine: str, precision: str) -> EngineStrategy:
+    world = dist.get_world_size()
+
+    def fill(model: Any, device: torch.device) -> None:
+        materialise(model, 5, device)
+
+    if engine == "ddp":
+        return MeshStrategy(ParallelDims(dp_replicate=world), CPU, bucket_mib=0.01, materialise=fill,
+                            precision=precision)  # fmt: skip
+    stage, _, offload = engine.removeprefix("zero").partition("_")
+    settings = generate(
+        BatchPlan(8, world, 2), stage=int(stage), bucket_mib=0.01, offload=offload or "none", precision=precision,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return DeepSpeedStrategy(ParallelDims(dp_shard=world), CPU, settings, materialise=fill, seed=5,
+                             precision=precision)  # fmt: skip
+
+
+class Segment(pl.Callback):
+    def __init__(self, source: Path | None) -> None:
+        self.source = source
+        self.losses: list[float] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.source is not None:
+            reader = CheckpointReader(self.source, "full")
+            restore_weights(reader, trainer.strategy)
+            restore_optimizer(reader, trainer.strategy)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["result"].loss)
+
+
+def segment(
+    engine: str, model_name: str, frozen: bool, start: int, stop: int, source: Path | None, target: Path | None,
+    precision: str = "fp32",
+) -> list[float]:  # fmt: skip
+    """Train steps ``start`` to ``stop``, from the checkpoint ``source``, and leave one under ``target``."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    strategy, watch = strategy_of(engine, precision), Segment(source)
+    objective = CausalLMObjective(built(model_name, frozen), decaying_adamw, lambda step: 1.0, 7)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_steps=stop - start, logger=False, callbacks=[watch],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    quiet_signals(trainer)
+    trainer.fit(objective, Windows([window(step, rank, world, 2) for step in range(start, stop)]))
+    if target is not None:
+        config = target.parent / "config.yaml"
+        if rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            config.write_text("{}\n")
+        dist.barrier()
+        state = {"step": stop}
+        save(target, stop, strategy.model_pieces(), strategy.optimizer_pieces(), state, config)
+    return watch.losses
+
+
+def resumed(tmp_path: Path, model_name: str, frozen: bool, first: tuple[str, int], then: tuple[str, int]) -> None:
+    """Save under ``first``, go on under ``then``: the losses are those of one process that was never stopped."""
+    (expected,) = run_processes(1, segment, "ddp", model_name, frozen, 0, ALL, None, None)
+    root = tmp_path / "checkpoints"
+    engine, world = first
+    before = run_processes(world, segment, engine, model_name, frozen, 0, HALF, None, root)
+    engine, world = then
+    step = root / f"step-{HALF:08d}"
+    after = run_processes(world, segment, engine, model_name, frozen, HALF, ALL, step, tmp_path / "again" / "x")
+    for losses in [*before, *after]:
+        wanted = expected[:HALF] if losses in before else expected[HALF:]
+        assert len(losses) == len(wanted)
+        assert max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("zero3", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 4)), (("zero3", 4), ("ddp", 2)),
+        (("zero1", 2), ("zero3", 4)), (("zero2", 4), ("zero1", 2)), (("zero3", 2), ("zero2", 4)),
+        (("ddp", 2), ("zero1", 4)), (("zero3_cpu", 2), ("zero3", 4)), (("zero3", 4), ("zero3_cpu", 2)),
+    ],
+)  # fmt: skip
+def test_any_engine_goes_on_from_any_other(tmp_path: Path, first: tuple[str, int], then: tuple[str, int]) -> None:
+    resumed(tmp_path, "llama", False, first, then)
+
+
+@pytest.mark.parametrize(("first", "then"), [(("zero3", 4), ("zero2", 2)), (("zero1", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 2))])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tied_embeddings_and_frozen_parameters(
+    tmp_path: Path, frozen: bool, first: tuple[str, int], then: tuple[str, int]
+) -> None:
+    resumed(tmp_path, "gpt2", frozen, first, then)
