@@ -6,4 +6,4 @@ import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed.runtime.engine  # noqa: E402, F401
+import deepspeed.runtime.engine  # noqa: F401
