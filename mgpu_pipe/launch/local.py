@@ -18,6 +18,7 @@ from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
 from mgpu_pipe.launch import finish, run_folder
 from mgpu_pipe.launch.environment import describe_environment
+from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.lock import RunLock
 from mgpu_pipe.launch.preparing import showing_preparation
 from mgpu_pipe.launch.resume import check_resume, resume_step
@@ -58,6 +59,7 @@ def launch(config: RunConfig, overrides: Sequence[str], command: Sequence[str]) 
     from mgpu_pipe.launch.join import existing_world, join
 
     joined = existing_world(os.environ)
+    prepare_extensions(config)
     if joined:
         return join(joined, config, overrides, command)
     if config.trainer.num_nodes > 1:

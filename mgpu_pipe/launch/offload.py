@@ -30,7 +30,7 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
         errors.append(ConfigError("strategy.engine", "deepspeed", "install it: pip install deepspeed",
                                   "DeepSpeed is not installed"))
     if config.strategy.offload == "nvme":
-        errors += [*_path_errors(config), *_compiler_errors()]
+        errors += [*_path_errors(config), *compiler_errors()]
     return errors
 
 
@@ -86,8 +86,12 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
+def compiler_errors() -> list[BadInputError]:
+    """What is missing for the file access that DeepSpeed compiles: a compiler, ninja, libaio."""
+    return list(_compiler_errors())
+
+
 def _compiler_errors() -> Iterator[BadInputError]:
-    """DeepSpeed compiles its file access on first use; it needs a compiler, ninja and libaio."""
     key, value = "strategy.offload", "nvme"
     cxx = compiler()
     if cxx is None:

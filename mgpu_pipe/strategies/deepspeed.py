@@ -27,7 +27,7 @@ from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
-from mgpu_pipe.strategies.zero_state import ZeroState, ZeroThreeState, ZeroTwoState, fragment_pieces
+from mgpu_pipe.strategies.zero_state import SwappedState, ZeroState, ZeroThreeState, ZeroTwoState, fragment_pieces
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
@@ -165,8 +165,9 @@ class DeepSpeedStrategy(EngineStrategy):
         model = objective.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._engine = _engine(LossModule(objective), optimizer, self.settings)
-        kind = ZeroThreeState if self.stage == 3 else ZeroTwoState
-        self._state = kind(self._engine.optimizer, names, dist.get_rank())
+        zero = self._engine.optimizer
+        kind = ZeroTwoState if self.stage < 3 else SwappedState if zero.swap_optimizer else ZeroThreeState
+        self._state = kind(zero, names, dist.get_rank())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._used[name] = 0.0
@@ -177,10 +178,10 @@ class DeepSpeedStrategy(EngineStrategy):
         """The fp32 masters' initial values: DeepSpeed makes them from the weights that it has rounded."""
         if not self._initial:
             return
-        masters = self.state.masters()
         with torch.no_grad():
             for f in self.state.fragments:
-                f.of(masters[f.group]).copy_(values_of(self._initial, f.name, f.start, f.numel))
+                f.of(self.state.values(f.group)[0]).copy_(values_of(self._initial, f.name, f.start, f.numel))
+            self.state.weights_written()
         rank, ranks = dist.get_rank(), dist.get_world_size()
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:

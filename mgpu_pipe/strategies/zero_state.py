@@ -84,9 +84,14 @@ class ZeroState:
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
+    def values(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The flat weights of a group, and the optimizer's state for it, to be read and written into."""
+        flat = self.masters()[group]
+        return flat.detach(), self.optimizer.state.get(flat, {})
+
     def master_pieces(self) -> list[Piece]:
-        masters = [flat.detach() for flat in self.masters()]
-        return [p for f in self.fragments for p in fragment_pieces(f.name, f.shape, f.start, f.of(masters[f.group]))]
+        found = {group: self.values(group)[0] for group in {f.group for f in self.fragments}}
+        return [p for f in self.fragments for p in fragment_pieces(f.name, f.shape, f.start, f.of(found[f.group]))]
 
     def gradient_pieces(self, unused: Iterable[str] = ()) -> list[Piece]:
         without = set(unused)
@@ -102,13 +107,13 @@ class ZeroState:
         Raises:
             CheckpointError: a state that is not a tensor, or one that is neither of the flat tensor's size nor scalar.
         """
-        masters, state = self.masters(), self.optimizer.state
+        found = {group: self.values(group) for group in {f.group for f in self.fragments}}
         pieces: list[Piece] = []
         for f in self.fragments:
-            flat = masters[f.group]
-            for key, value in state.get(flat, {}).items():
+            flat, state = found[f.group]
+            for key, value in state.items():
                 name = f"{f.name}/{key}"
-                if isinstance(value, torch.Tensor) and value.numel() == flat.numel() and value.ndim == 1:
+                if isinstance(value, torch.Tensor) and _is_flat(value, flat):
                     pieces += fragment_pieces(name, f.shape, f.start, f.of(value.detach()))
                 elif isinstance(value, torch.Tensor) and value.ndim == 0:
                     pieces.append(Piece(Box.whole(name, ()), (), value.detach()))
@@ -125,20 +130,22 @@ class ZeroState:
         for name, entry in stored.items():
             parameter, _, key = name.rpartition("/")
             keys.setdefault(parameter, {})[key] = entry
-        masters = self.masters()
-        options = {id(p): g for g in self.optimizer.param_groups for p in g["params"]}
+        options = self.optimizer.param_groups[0]  # all groups are of one construction
+        on_device = bool(options.get("fused") or options.get("capturable"))
         for f in self.fragments:
-            flat = masters[f.group]
-            group = options.get(id(flat), self.optimizer.param_groups[0])
-            on_device = bool(group.get("fused") or group.get("capturable"))
+            flat, state = self.values(f.group)
             for key, (shape, dtype) in keys.get(f.name, {}).items():
-                state = self.optimizer.state[flat]
                 if key in state:
                     continue
                 if shape == f.shape and shape != ():
-                    state[key] = torch.zeros_like(flat, dtype=dtype, requires_grad=False)
+                    self.add_state(f.group, key, torch.zeros_like(flat, dtype=dtype))
                 else:
-                    state[key] = torch.zeros(shape, dtype=dtype, device=flat.device if on_device else "cpu")
+                    device = flat.device if on_device else torch.device("cpu")
+                    self.add_state(f.group, key, torch.zeros(shape, dtype=dtype, device=device))
+
+    def add_state(self, group: int, key: str, value: torch.Tensor) -> None:
+        """Put a new entry into the optimizer's state for a group."""
+        self.optimizer.state[self.masters()[group]][key] = value
 
     # -- parameters that no process used ------------------------------------------------------------------------
 
@@ -200,7 +207,8 @@ class ZeroTwoState(ZeroState):
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         if self.zero.cpu_offload:
-            return [(f, f.of(self.masters()[f.group].grad)) for f in self.fragments]
+            offloaded = [flat.grad for flat in self.masters()]
+            return [(f, f.of(offloaded[f.group])) for f in self.fragments]  # type: ignore[arg-type]
         found: dict[tuple[int, int], torch.Tensor] = {}
         for group, tensors in self.zero.averaged_gradients.items():
             at = 0
@@ -212,6 +220,7 @@ class ZeroTwoState(ZeroState):
     def clear_gradients(self) -> None:
         if self.zero.cpu_offload:
             for flat in self.masters():
+                assert flat.grad is not None
                 flat.grad.zero_()
 
     def weights_written(self) -> None:
@@ -241,13 +250,15 @@ class ZeroThreeState(ZeroState):
                 self._at[id(parameter)] = at
                 at += parameter.partition_numel()
         self._factor = 1.0
-        if zero.offload_optimizer:
-            zero.unscale_and_clip_grads = self._scale_offloaded
+        # Norm and clipping are done when DeepSpeed's update begins.
+        zero._get_norm_groups = lambda: [torch.ones(())]
+        zero.unscale_and_clip_grads = self._take_gradients
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
+        # Gradients are accumulated here, also where the update takes them from elsewhere (offload).
         buffer = self.zero.grad_partitions_flat_buffer
         return [
             (f, buffer.narrow(0, self._at[id(parameter)], f.numel))
@@ -267,15 +278,83 @@ class ZeroThreeState(ZeroState):
         super().clip(factor)
         self._factor = factor
 
-    def _scale_offloaded(self, group: int, norm: object) -> None:
-        """In the place of DeepSpeed's clipping, once the gradients that were offloaded are at hand."""
-        if self._factor != 1.0:
-            self.masters()[group].grad.mul_(self._factor)  # type: ignore[union-attr]
+    def _take_gradients(self, group: int, norm: object) -> None:
+        """In the place of DeepSpeed's clipping, just before the update of a group."""
+        if self.zero.offload_optimizer and self._factor != 1.0:
+            self._copy_gradients(group)
+
+    def _copy_gradients(self, group: int) -> None:
+        gradient = self.masters()[group].grad
+        if gradient is not None:
+            for f, values in self.gradients():
+                if f.group == group:
+                    f.of(gradient).copy_(values)
 
     def weights_written(self) -> None:
         for group in range(len(self.zero.fp16_groups)):
             self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        self._gather_persistent()
+
+    def _gather_persistent(self) -> None:
+        """Parameters that a raw setting keeps whole on every rank."""
         persistent = self.zero.persistent_parameters
         if persistent:
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
+
+
+class SwappedState(ZeroThreeState):
+    """Stage 3 with the optimizer state on a disk: large groups are in memory during their own update only.
+
+    What is read or written between steps is a copy in memory, which :meth:`weights_written` writes back and the next
+    step drops.
+    """
+
+    def __init__(self, zero: Any, names: Mapping[int, str], rank: int) -> None:
+        super().__init__(zero, names, rank)
+        self._copies: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def values(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        if not self.zero._swappable_optimizer_subgroup(group):
+            return super().values(group)
+        if group not in self._copies:
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+            flat, state = super().values(group)
+            copy = {key: value.clone() if _is_flat(value, flat) else value for key, value in state.items()}
+            self._copies[group] = flat.clone(), copy
+            self.zero._release_swap_buffers(group)
+        return self._copies[group]
+
+    def add_state(self, group: int, key: str, value: torch.Tensor) -> None:
+        if group in self._copies:
+            self._copies[group][1][key] = value
+        else:
+            super().add_state(group, key, value)
+
+    def clear_gradients(self) -> None:
+        self._copies.clear()
+        super().clear_gradients()
+
+    def weights_written(self) -> None:
+        for group in range(len(self.zero.fp16_groups)):
+            copied = self._copies.pop(group, None)
+            if copied is None:
+                if not self.zero._swappable_optimizer_subgroup(group):
+                    self.zero._reassign_or_swap_out_partitioned_parameters(group)
+                continue
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+            flat, state = super().values(group)
+            flat.copy_(copied[0])
+            for key, value in copied[1].items():
+                if _is_flat(state.get(key), flat):
+                    state[key].copy_(value)
+                else:
+                    super().add_state(group, key, value)
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.zero._optimizer_states_and_gradient_swap_out(group)
+        self._gather_persistent()
+
+    def _take_gradients(self, group: int, norm: object) -> None:
+        # What was swapped out may be the last window's, or not clipped.
+        if self._factor != 1.0 or self.zero._swappable_optimizer_subgroup(group):
+            self._copy_gradients(group)

@@ -13,6 +13,7 @@ from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
 from mgpu_pipe.launch.environment import describe_environment
+from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.local import threads_per_worker, worker_environment
 from mgpu_pipe.launch.run_folder import choose_folder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
@@ -46,6 +47,7 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     """
     dims = ParallelDims.resolve(config.strategy, world_size(config))
     small = shrink(config, dims)
+    prepare_extensions(small.config)
     named = replace(config, run=replace(config.run, name="verify"), checkpoint=CheckpointConfig())
     paths = choose_folder(named).paths
     freeze(small.config, paths.config)

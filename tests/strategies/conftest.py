@@ -1,8 +1,15 @@
-"""The matrix of strategies as a table at the end of the test report."""
+"""The matrix of strategies as a table at the end of the report; and what NVMe offload needs of the machine."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import pytest
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.launch.extensions import extension_folder, prepare_extensions
+from mgpu_pipe.launch.offload import compiler_errors
 
 CELLS: dict[tuple[str, str, str], str] = {}
 """(strategy, model, feature) -> the worst error over its bound, or what went wrong."""
@@ -19,3 +26,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for model, feature in rows:
         cells = "".join(f"{CELLS.get((name, model, feature), '-'):>12}" for name in strategies)
         terminalreporter.line(f"{f'{model}, {feature}':{wide}}{cells}")
+
+
+@pytest.fixture(scope="session")
+def nvme_extension() -> str:
+    """Where DeepSpeed's NVMe access is compiled; it stays in the user's cache, since compiling takes minutes."""
+    missing = compiler_errors()
+    if missing:
+        pytest.skip("; ".join(str(error) for error in missing))
+    config, _ = compose(["strategy=zero3_nvme"])
+    held = os.environ.get("TORCH_EXTENSIONS_DIR")
+    prepare_extensions(config)
+    if held is None:
+        del os.environ["TORCH_EXTENSIONS_DIR"]
+    else:
+        os.environ["TORCH_EXTENSIONS_DIR"] = held
+    return str(extension_folder(config))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +122,12 @@ def trained(
     }  # fmt: skip
 
 
+def with_extensions_in(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)`` where torch finds compiled extensions in ``folder``."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    return function(*arguments)
+
+
 def check(model_name: str, results: list[dict[str, Any]], max_norm: float | None = None) -> None:
     """Loss, norm, every gradient and the weights are the plain loop's, within the bounds of DESIGN 7."""
     expected = oracle(model_name, max_norm)
@@ -202,3 +211,14 @@ def test_two_runs_of_one_topology_are_bit_equal(stage: int) -> None:
     first, second = (_on_three("llama", stage) for _ in range(2))
     assert first[0]["rows"] == second[0]["rows"]
     assert torch.equal(*(whole(joined([result["weights"] for result in run])) for run in (first, second)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(2, 2), (4, 1)])
+def test_offload_to_a_disk_is_the_plain_loop(
+    tmp_path: Path, nvme_extension: str, world_size: int, micro_batch_size: int
+) -> None:
+    options = ("fp32", 7, 0.5, None, "nvme", str(tmp_path))
+    arguments = (nvme_extension, trained, "wide", 3, micro_batch_size, *options)
+    check("wide", run_processes(world_size, with_extensions_in, *arguments), 0.5)
+    assert list(tmp_path.rglob("*.tensor.swp"))  # the state is large enough to have been there

@@ -23,6 +23,7 @@ from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from tests.strategies.test_deepspeed import with_extensions_in
 from tests.strategies.test_mesh import LR, Windows
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
@@ -53,8 +54,10 @@ def strategy_of(engine: str, precision: str) -> EngineStrategy:
         return MeshStrategy(ParallelDims(dp_replicate=world), CPU, bucket_mib=0.01, materialise=fill,
                             precision=precision)  # fmt: skip
     stage, _, offload = engine.removeprefix("zero").partition("_")
+    offload, _, path = offload.partition(":")
     settings = generate(
-        BatchPlan(8, world, 2), stage=int(stage), bucket_mib=0.01, offload=offload or "none", precision=precision,  # type: ignore[arg-type]
+        BatchPlan(8, world, 2), stage=int(stage), bucket_mib=0.01, precision=precision,  # type: ignore[arg-type]
+        offload=offload or "none", offload_path=path or None,
     )  # fmt: skip
     return DeepSpeedStrategy(ParallelDims(dp_shard=world), CPU, settings, materialise=fill, seed=5,
                              precision=precision)  # fmt: skip
@@ -103,19 +106,20 @@ def segment(
     return watch.losses
 
 
-def resumed(tmp_path: Path, model_name: str, frozen: bool, first: tuple[str, int], then: tuple[str, int]) -> None:
+def resumed(
+    tmp_path: Path, model_name: str, frozen: bool, first: tuple[str, int], then: tuple[str, int], extensions: str = ""
+) -> None:
     """Save under ``first``, go on under ``then``: the losses are those of one process that was never stopped."""
     (expected,) = run_processes(1, segment, "ddp", model_name, frozen, 0, ALL, None, None)
     root = tmp_path / "checkpoints"
     engine, world = first
-    before = run_processes(world, segment, engine, model_name, frozen, 0, HALF, None, root)
+    before = run_processes(world, with_extensions_in, extensions, segment, engine, model_name, frozen, 0, HALF, None, root)
     engine, world = then
     step = root / f"step-{HALF:08d}"
-    after = run_processes(world, segment, engine, model_name, frozen, HALF, ALL, step, tmp_path / "again" / "x")
-    for losses in [*before, *after]:
-        wanted = expected[:HALF] if losses in before else expected[HALF:]
-        assert len(losses) == len(wanted)
-        assert max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)) < 1e-5
+    arguments = (model_name, frozen, HALF, ALL, step, tmp_path / "again" / "checkpoints")
+    after = run_processes(world, with_extensions_in, extensions, segment, engine, *arguments)
+    for losses in [x + y for x in before for y in after]:
+        assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -130,9 +134,20 @@ def test_any_engine_goes_on_from_any_other(tmp_path: Path, first: tuple[str, int
     resumed(tmp_path, "llama", False, first, then)
 
 
-@pytest.mark.parametrize(("first", "then"), [(("zero3", 4), ("zero2", 2)), (("zero1", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 2))])
+@pytest.mark.parametrize(
+    ("first", "then"), [(("zero3", 4), ("zero2", 2)), (("zero1", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 2))]
+)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_tied_embeddings_and_frozen_parameters(
     tmp_path: Path, frozen: bool, first: tuple[str, int], then: tuple[str, int]
 ) -> None:
     resumed(tmp_path, "gpt2", frozen, first, then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [True, False])
+def test_state_on_a_disk_goes_on_elsewhere_and_back(tmp_path: Path, nvme_extension: str, saves: bool) -> None:
+    on_disk, plain = (f"zero3_nvme:{tmp_path}", 2), ("ddp", 1)
+    first, then = (on_disk, plain) if saves else (plain, on_disk)
+    resumed(tmp_path, "wide", False, first, then, nvme_extension)
+    assert list(tmp_path.rglob("*.tensor.swp"))

@@ -19,6 +19,8 @@ MODELS = {
     "mixtral": ModelConfig(
         name="mixtral", type="mixtral", config={**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
+    # Large enough for what is written in pieces of a mebibyte.
+    "wide": ModelConfig(name="wide", type="llama", config={**COMMON, "hidden_size": 256, "intermediate_size": 768}),
     "gpt2": ModelConfig(
         name="gpt2", type="gpt2",
         config={"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,

@@ -1,0 +1,74 @@
+"""Compiles what DeepSpeed would compile in its workers, once, before they start. No torch in this process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.strategies.deepspeed_config import ENGINE
+
+BUILDER = ("-m", "mgpu_pipe.strategies.build_extension")
+READY, LOG = "ready", "build.log"
+TOLD = "compiling DeepSpeed's NVMe access, once; this takes some minutes"
+
+
+def prepare_extensions(config: RunConfig) -> None:
+    """Have the extensions of this configuration compiled, and tell this process's children where they are.
+
+    Processes that come here together wait for one of them. Does nothing where nothing is to be compiled.
+
+    Raises:
+        ConfigError: the compilation failed; the log is named.
+    """
+    strategy = config.strategy
+    if strategy.engine != ENGINE or strategy.offload != "nvme":
+        return
+    folder = extension_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_suffix(".lock")):
+        if not (folder / READY).exists():
+            _build(folder, device_type(config))
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+
+
+def extension_folder(config: RunConfig) -> Path:
+    """Where extensions of this Python, torch and DeepSpeed are kept."""
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device_type(config)}"
+    return cache_folder(config.data.cache_dir) / "extensions" / name
+
+
+def _build(folder: Path, device: str) -> None:
+    print(TOLD, file=sys.stderr, flush=True)
+    # torch's own lock file outlives a build that was killed, and would be waited for.
+    for stale in folder.glob("*/lock"):
+        stale.unlink()
+    log = folder / LOG
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder)}
+    if device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+    with log.open("w") as out:
+        done = subprocess.run([sys.executable, *BUILDER], env=environment, stdout=out, stderr=out)
+    if done.returncode != 0:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if "rror" in line]
+        why = f" ({lines[-1][:200]})" if lines else ""
+        raise ConfigError("strategy.offload", "nvme", f"see {log}, or use strategy.offload=cpu",
+                          f"DeepSpeed's NVMe access could not be compiled{why}")
+    (folder / READY).touch()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
