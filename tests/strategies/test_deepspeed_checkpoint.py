@@ -113,7 +113,9 @@ def resumed(
     (expected,) = run_processes(1, segment, "ddp", model_name, frozen, 0, ALL, None, None)
     root = tmp_path / "checkpoints"
     engine, world = first
-    before = run_processes(world, with_extensions_in, extensions, segment, engine, model_name, frozen, 0, HALF, None, root)
+    before = run_processes(
+        world, with_extensions_in, extensions, segment, engine, model_name, frozen, 0, HALF, None, root
+    )
     engine, world = then
     step = root / f"step-{HALF:08d}"
     arguments = (model_name, frozen, HALF, ALL, step, tmp_path / "again" / "checkpoints")
