@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
-NAMES = ("startup", "step_overhead", "step_time", "data_pipeline")
+NAMES = (
+    "startup", "step_overhead", "step_time", "data_pipeline", "data_parallel_bytes", "data_parallel_time",
+)
 
 for name in NAMES:
     print(f"== {name}", flush=True)

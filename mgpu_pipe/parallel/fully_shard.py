@@ -104,12 +104,12 @@ def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
     """Reduce over replicas in the window's last backward pass only; over shards in every one (or when it is free).
 
     Over shards, because whole gradients of all parameters would have to be kept otherwise; what is reduced over
-    shards is summed up in fp32 until the last pass reduces the sum over replicas.
+    shards is summed up in fp32 until the last pass reduces the sum over replicas. ``set_is_last_backward`` stays as it
+    is: without the tidying at the end of each pass, the next one's prefetch gathers a unit that nobody needs.
     """
     root.set_requires_all_reduce(last)
     if not shards:
         root.set_requires_gradient_sync(last)
-    root.set_is_last_backward(last)
 
 
 def reshard_all(root: FSDPModule) -> None:

@@ -1,0 +1,90 @@
+"""Counts the collectives of a training step by name, and the bytes that each process sends.
+
+Bytes are those of the ring algorithms (Thakur et al. 2005; the bounds that the closed forms of data parallelism are
+stated in): of a tensor of S bytes over n processes an all-gather or a reduce-scatter sends S(n-1)/n, an all-reduce
+twice that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+STEP = 2
+"""The step that is counted; the first builds what later ones reuse."""
+NAMES = {
+    "_allgather_base_": "weights gathered", "allgather_into_tensor_coalesced_": "weights gathered",
+    "_reduce_scatter_base_": "gradients reduce-scattered",
+    "reduce_scatter_tensor_coalesced_": "gradients reduce-scattered",
+}  # fmt: skip
+
+
+@dataclass
+class Counted:
+    """Of one process and step."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, counted: Counted) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema.name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, operation: str, args: tuple[Any, ...]) -> None:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        size = _group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
+        largest = max(tensors, key=lambda tensor: tensor.nbytes)
+        share = largest.nbytes * (size - 1) / size
+        name = NAMES.get(operation, operation)
+        if operation == "allreduce_":
+            name, share = _all_reduced(largest), 2 * share
+        self._counted.calls[name] += 1
+        self._counted.sent[name] += share
+
+
+def _group_size(groups: list[Any]) -> int:
+    for group in groups:
+        try:
+            return int(torch.distributed.ProcessGroup.unbox(group).size())
+        except (RuntimeError, TypeError):
+            continue
+    raise RuntimeError("a collective without a group that can be read")
+
+
+def _all_reduced(tensor: torch.Tensor) -> str:
+    if tensor.dtype != torch.float64:
+        return "gradients all-reduced"
+    return "gradient norm" if tensor.numel() == 1 else "loss, stop flag and used gradients"
+
+
+class CollectiveCounter(pl.Callback):
+    """Counts one step of the run that it is a callback of; the last run's count is in :attr:`last`."""
+
+    last: Counted = Counted()
+
+    def __init__(self) -> None:
+        self._mode: _Mode | None = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch.step + 1 == STEP:
+            CollectiveCounter.last = Counted()
+            self._mode = _Mode(CollectiveCounter.last)
+            self._mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
