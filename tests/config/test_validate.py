@@ -61,7 +61,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["strategy=ddp", "trainer.devices=3"], "data.global_batch_size=32: not divisible by the 3"),
         (["data.micro_batch_size=5"], "data.micro_batch_size=5: does not divide"),
         (["strategy.tp=2"], "this version has strategy=single and strategy=ddp"),
-        (["strategy.engine=deepspeed"], "strategy.engine=deepspeed: this version has"),
+        (["strategy.engine=deepsped"], "strategy.engine=deepsped: this version has"),
         (["data.seq_len=4096"], "model llama_small has 2048 positions; use at most 2048"),
         (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
         (["checkpoint.resume=auot"], "did you mean auto?"),
