@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision, world_size
 from mgpu_pipe.launch.preflight import model_fields
 from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 
@@ -15,10 +18,12 @@ def overview(config: RunConfig) -> list[tuple[str, str]]:
     world = world_size(config)
     dims = ParallelDims.resolve(config.strategy, world)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    engine = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
     return [
         ("model", _model(config)),
         ("data", _data(config)),
         ("strategy", _strategy(config, dims, world)),
+        *engine,
         ("batch", _batch(config, plan)),
         ("steps", _steps(config)),
         ("optimizer", _optimizer(config)),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -26,6 +28,7 @@ from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
+from mgpu_pipe.strategies.swap_folder import claim
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
 from mgpu_pipe.strategies.zero_state import SwappedState, ZeroState, ZeroThreeState, ZeroTwoState, fragment_pieces
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -139,6 +142,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.accelerator.setup(trainer)
         objective = self.objective
         _prepare_deepspeed(self._device)
+        self._claim_swap_folder()
         self.parallelise(objective.model)
         self.model = objective
         self.setup_optimizers(trainer)
@@ -148,6 +152,15 @@ class DeepSpeedStrategy(EngineStrategy):
         self._start_engine(objective, optimizer)
         self.optimizers = [self.state.optimizer]
         self.setup_precision_plugin()
+
+    def _claim_swap_folder(self) -> None:
+        """Give the files of ``strategy.offload=nvme`` a folder of this run. A collective call."""
+        zero = self.settings["zero_optimization"]
+        place = zero.get("offload_optimizer", {})
+        if place.get("device") == "nvme":
+            token = self.broadcast(secrets.token_hex(8))
+            own = {**place, "nvme_path": str(claim(Path(place["nvme_path"]), token))}
+            self.settings["zero_optimization"] = {**zero, "offload_optimizer": own}
 
     def parallelise(self, model: nn.Module) -> None:
         """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""

@@ -215,7 +215,8 @@ class ZeroTwoState(ZeroState):
             for tensor in tensors or []:
                 found[group, at] = tensor.detach().view(-1)
                 at += tensor.numel()
-        return [(f, found[f.group, f.offset][: f.numel]) for f in self.fragments]
+        there = {group for group, tensors in self.zero.averaged_gradients.items() if tensors is not None}
+        return [(f, found[f.group, f.offset][: f.numel]) for f in self.fragments if f.group in there]
 
     def clear_gradients(self) -> None:
         if self.zero.cpu_offload:

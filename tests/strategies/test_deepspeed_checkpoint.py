@@ -23,8 +23,8 @@ from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
-from tests.strategies.test_deepspeed import with_extensions_in
-from tests.strategies.test_mesh import LR, Windows
+from tests.strategies.test_deepspeed import joined, parts, with_extensions_in
+from tests.strategies.test_mesh import LR, Windows, relative, whole
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
 
@@ -153,3 +153,77 @@ def test_state_on_a_disk_goes_on_elsewhere_and_back(tmp_path: Path, nvme_extensi
     first, then = (on_disk, plain) if saves else (plain, on_disk)
     resumed(tmp_path, "wide", False, first, then, nvme_extension)
     assert list(tmp_path.rglob("*.tensor.swp"))
+
+
+class Gradients(pl.Callback):
+    """The names of the parameters that have a gradient when the update begins."""
+
+    names: set[str]
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.names = {piece.box.name for piece in trainer.strategy.gradient_pieces()}
+
+
+def fit(strategy: EngineStrategy, model: torch.nn.Module, steps: int) -> set[str]:
+    """Train ``model`` from step 0 on this process's share of tests/support/tiny.py's batches."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gradients = Gradients()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, max_steps=steps, logger=False, callbacks=[gradients],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
+    )  # fmt: skip
+    quiet_signals(trainer)
+    objective = CausalLMObjective(model, decaying_adamw, lambda step: 1.0, 7)
+    trainer.fit(objective, Windows([window(step, rank, world, 2) for step in range(steps)]))
+    return gradients.names
+
+
+def unused_branch(stage: int) -> Any:
+    """A model that was filled beforehand and has a branch that no forward pass uses."""
+    model = materialise(build_meta(MODELS["llama"]), 5, CPU)
+    model.extra = torch.nn.Linear(5, 3)
+    torch.nn.init.constant_(model.extra.weight, 2.0)
+    world = dist.get_world_size()
+    if stage == 0:
+        strategy: EngineStrategy = MeshStrategy(ParallelDims(dp_replicate=world), CPU)
+    else:
+        settings = generate(BatchPlan(8, world, 2), stage=stage, bucket_mib=0.01)  # type: ignore[arg-type]
+        strategy = DeepSpeedStrategy(ParallelDims(dp_shard=world), CPU, settings)
+    names = fit(strategy, model, 3)
+    return parts(strategy.model_pieces()), names
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_branch_that_is_not_used_keeps_its_weights_as_in_one_process(stage: int) -> None:
+    expected = joined([run_processes(1, unused_branch, 0)[0][0]])
+    results = run_processes(2, unused_branch, stage)
+    weights = joined([pieces for pieces, _ in results])
+    # Weight decay would shrink them: a gradient of zero is not the same as none.
+    assert torch.equal(weights["extra.weight"], torch.full((3, 5), 2.0))
+    assert relative(whole(weights), whole(expected)) < 1e-5
+    names = set().union(*(found for _, found in results))
+    assert {name for name in weights if name not in names} == {"extra.weight", "extra.bias"}
+
+
+def frozen_in_bf16(engine: str) -> Any:
+    strategy = strategy_of(engine, "bf16")
+    model = built("gpt2", True)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    fit(strategy, model, 2)
+    return frozen, parts(strategy.model_pieces())
+
+
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+def test_frozen_weights_keep_their_fp32_bits_under_bf16(engine: str) -> None:
+    results = run_processes(2, frozen_in_bf16, engine)
+    weights = joined([pieces for _, pieces in results])
+    initial = dict(materialise(build_meta(MODELS["gpt2"]), 5, CPU).named_parameters())
+    assert set(weights) == set(initial)
+    frozen = results[0][0]
+    assert "transformer.wte.weight" in frozen
+    for name, weight in weights.items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, initial[name]) == (name in frozen), name

@@ -1,0 +1,51 @@
+"""A run's own folder on the NVMe disk: two runs never share files, and what a killed run left is removed."""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+PREFIX = "mgpu-zero-"
+GUARD, IN_USE = ".mgpu-zero.lock", "in-use"
+
+
+def claim(root: Path, token: str) -> Path:
+    """The folder ``token`` under ``root``, held by this process until it ends; a clean end removes it.
+
+    Every process of the run on this node makes this call. Folders that no living process holds are deleted.
+    """
+    folder = root / f"{PREFIX}{token}"
+    with (root / GUARD).open("w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        folder.mkdir(exist_ok=True)
+        held = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        for other in root.glob(f"{PREFIX}*"):
+            if other != folder and not _is_held(other):
+                shutil.rmtree(other, ignore_errors=True)
+    atexit.register(_release, folder, held)
+    return folder
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder / IN_USE, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _release(folder: Path, held: int) -> None:
+    """Give up this process's hold; the last one on the node takes the folder away."""
+    os.close(held)
+    if folder.exists() and not _is_held(folder):
+        shutil.rmtree(folder, ignore_errors=True)
