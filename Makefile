@@ -10,7 +10,7 @@ DEVELOPMENT := $(VENV)/.development
 .PHONY: train test test-fast lint bench clean
 
 train: $(INSTALLED)
-	$(BIN)/mgpu-pipe experiment=quickstart
+	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
 
 test: lint
 	$(BIN)/python -m pytest tests

@@ -33,6 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     except MgpuError as error:
         report_error(error)
         return error.exit_code
+    except KeyboardInterrupt:  # while composing or in a verb; a run has its own handling
+        print("stopped", file=sys.stderr)
+        return EXIT_FAILURE
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK

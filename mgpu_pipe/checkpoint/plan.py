@@ -62,7 +62,7 @@ def plan_files(held: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTens
             if item.box.volume == 0 and 0 not in item.global_shape:
                 continue
             ranks = holders.setdefault((item.kind, item.box), [])
-            if rank in ranks:
+            if ranks and ranks[-1] == rank:  # ranks come in order
                 raise CheckpointSaveError(f"{item.kind} tensor {item.box.name}: rank {rank} lists {item.box.key} twice")
             ranks.append(rank)
     writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in facts.items()}, len(held))

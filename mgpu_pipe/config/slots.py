@@ -7,12 +7,13 @@ from importlib.machinery import PathFinder
 
 from mgpu_pipe.config.build import TARGET, check_target
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
-from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, signature
+from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, is_subclass, signature
 from mgpu_pipe.errors import ConfigError
 
 OPTIMIZER_BASE = "torch.optim.Optimizer"
 LOGGER_BASE = "pytorch_lightning.loggers.Logger"
 CALLBACK_BASE = "pytorch_lightning.Callback"
+CHECKPOINT_CALLBACK = "pytorch_lightning.callbacks.Checkpoint"
 
 OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
 LOGGER_PROVIDES = ("save_dir",)
@@ -36,7 +37,9 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
     ):
         for name, leaf in leaves.items():
             key = f"{section}.{name}"
-            errors += check_target(leaf, base, key, provided) or list(_package_errors(leaf[TARGET], key))
+            errors += check_target(leaf, base, key, provided) or [
+                *_package_errors(leaf[TARGET], key), *_saves_itself(leaf[TARGET], key)
+            ]
     return errors
 
 
@@ -60,6 +63,17 @@ def _names(target: str) -> tuple[str, ...]:
     except (NoSuchName, NotAClass, Unknown):
         return OPTIMIZER_PROVIDES
     return OPTIMIZER_PROVIDES if taken.takes_any_keyword else taken.names
+
+
+def _saves_itself(target: str, key: str) -> Iterator[ConfigError]:
+    """Lightning's own checkpoints are whole-world pickles; this program writes its own."""
+    try:
+        saves = is_subclass(find_class(target), find_class(CHECKPOINT_CALLBACK))
+    except (NoSuchName, NotAClass, Unknown):
+        return
+    if saves:
+        fix = "remove it, and use checkpoint.every_n_steps and checkpoint.keep_best"
+        yield ConfigError(f"{key}.{TARGET}", target, fix, "checkpoints are written by this program")
 
 
 def _package_errors(target: str, key: str) -> Iterator[ConfigError]:

@@ -73,8 +73,7 @@ def find_class(dotted: str) -> SourceClass:
             if len(parts) - length > 1:
                 return _nested(module, parts[length:], dotted)
             return _attribute(module, parts[length], 0)
-    options = [parts[0]] if len(parts) > 1 else []
-    raise NoSuchName(f"there is no module {parts[0]}", options)
+    raise NoSuchName(f"there is no module {parts[0]}", [])
 
 
 def is_subclass(found: SourceClass, base: SourceClass, depth: int = 0) -> bool:

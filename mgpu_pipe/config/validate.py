@@ -6,6 +6,7 @@ calls this.
 
 from __future__ import annotations
 
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,8 @@ ABOVE_ZERO = (
     "launch.collective_timeout",
 )
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
+MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
+"""Metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``; ``val/`` where the step was evaluated."""
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
 
 
@@ -55,7 +58,7 @@ def all_errors(config: RunConfig) -> list[BadInputError]:
 def value_errors(config: RunConfig) -> list[BadInputError]:
     """Keys whose value is wrong whatever other sections say."""
     return [*range_errors(config), *_name_errors(config), *slot_errors(config), *_path_errors(config),
-            *_model_choice(config), *_missing_paths(config)]
+            *_model_choice(config), *_attention_errors(config), *_missing_paths(config)]
 
 
 def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputError]:
@@ -137,6 +140,9 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
     ):
         if value not in built_in and value not in plugins.registered(group):
             errors.append(ConfigError(key, value, choose_from(value, [*built_in, *plugins.registered(group)])))
+    metric = config.checkpoint.best_metric
+    if metric not in MEASURED:
+        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, MEASURED), "no such metric"))
     name = config.run.name
     if not name or name in (".", "..") or "/" in name or "\0" in name or name != name.strip():
         errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))
@@ -169,6 +175,14 @@ def _model_choice(config: RunConfig) -> list[ConfigError]:
         fix = "use model=hf with model.path, or leave model.path out"
         return [ConfigError("model.path", model.path, fix, f"model.type={model.type} is set too")]
     return []
+
+
+def _attention_errors(config: RunConfig) -> list[ConfigError]:
+    attention = config.model.attn_implementation
+    if attention != "flash_attention_2" or PathFinder.find_spec("flash_attn") is not None:
+        return []
+    fix = "install flash-attn, or use auto or sdpa"
+    return [ConfigError("model.attn_implementation", attention, fix, "the package flash-attn is not installed")]
 
 
 def _device_errors(config: RunConfig, joined: bool) -> list[ConfigError]:

@@ -20,7 +20,10 @@ from typing import Any
 from mgpu_pipe.errors import ConfigError
 
 MANIFEST = "manifest.json"
-_UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST}
+_UNWRITABLE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST, errno.ENOENT,
+    errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 
 Progress = Callable[[str, int, int], None]
 """Told ``(stage, done, total)``; ``total`` is 0 where it is not known beforehand."""

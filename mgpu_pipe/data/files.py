@@ -18,7 +18,10 @@ from mgpu_pipe.errors import ConfigError, DataError
 _HASH_BLOCK = 1 << 20
 # A file changed this shortly before it was hashed may change again within one tick of the file system's clock.
 _RACY_NS = 2_000_000_000
-_TEST_FOLDERS = {"test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
+_LEFT_OUT = {
+    "test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__",
+    "encodings",  # tables of character names, a megabyte that reads like no text
+}
 
 
 def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
@@ -49,7 +52,7 @@ def stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [n for n in subfolders if n not in _TEST_FOLDERS and not n.startswith("config-")]
+        subfolders[:] = [n for n in subfolders if n not in _LEFT_OUT and not n.startswith("config-")]
         found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     relative = sorted(os.path.relpath(name, root) for name in found if os.path.getsize(name))
     if not relative:
@@ -137,7 +140,9 @@ def json_row(line: str, origin: str) -> dict[str, Any]:
     """
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise DataError(f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line)") from error
+    except ValueError as error:  # a number of too many digits
         raise DataError(f"{origin}: is not valid JSON: {error}") from error
     except RecursionError as error:
         raise DataError(f"{origin}: is JSON nested too deeply") from error

@@ -33,7 +33,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BPE_VERSION = 1
+_BPE_VERSION = 2
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
 
 
@@ -100,7 +100,7 @@ def resolve_tokenizer(
     if file is not None:
         info = _imported(config, file, template, cache)
     elif source is None:
-        info = _built(cache, digest_of("numbers", _trained_vocab_size(config)),
+        info = _built(cache, digest_of("numbers", _BPE_VERSION, _trained_vocab_size(config)),
                       lambda out: tokenizer_train.write_number_tokenizer(_trained_vocab_size(config), out))
     else:
         info = _trained(config, source, template, cache, progress)

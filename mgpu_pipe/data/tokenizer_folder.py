@@ -11,6 +11,8 @@ from mgpu_pipe.errors import ModelFolderError
 TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
 )
+MODEL_VOCABULARY = "model_vocab_size"
+"""In CONFIG, of a tokenizer that this program trained: the vocabulary of the model that it was trained for."""
 FILES = (
     TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE, "chat_template.json", "added_tokens.json", "vocab.json", "merges.txt",
 )

@@ -10,6 +10,7 @@ import numpy as np
 from mgpu_pipe.data.cache import Progress, write_json
 from mgpu_pipe.data.encode import library_threads
 from mgpu_pipe.data.split import document_hash, held_out
+from mgpu_pipe.data.tokenizer_folder import MODEL_VOCABULARY
 from mgpu_pipe.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,7 +42,7 @@ def train_bpe(
     with library_threads(True):
         tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_tokenizer_config(folder, END_OF_TEXT)
+    write_tokenizer_config(folder, END_OF_TEXT, vocab_size)
 
 
 def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
@@ -53,15 +54,21 @@ def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.save(str(folder / "tokenizer.json"))
-    write_tokenizer_config(folder, END_OF_TEXT)
+    write_tokenizer_config(folder, END_OF_TEXT, vocab_size)
 
 
-def write_tokenizer_config(folder: Path, end_of_text: str) -> None:
-    """Write the files that let ``transformers.AutoTokenizer`` load a bare ``tokenizer.json``."""
+def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int) -> None:
+    """Write the files that let ``transformers.AutoTokenizer`` load a bare ``tokenizer.json``.
+
+    Args:
+        model_vocab_size: of the model that it is made for; text that is short gives a tokenizer fewer tokens, and
+            this says that the two belong together all the same (``models/folder.py``).
+    """
     special = {"bos_token": end_of_text, "eos_token": end_of_text, "pad_token": end_of_text}
     write_json(folder / "special_tokens_map.json", special)
     write_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special,
+        MODEL_VOCABULARY: model_vocab_size,
     })
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError
 from mgpu_pipe.inference.load import LoadedRun, load_run, newest_run
 
 if TYPE_CHECKING:
@@ -47,8 +48,13 @@ def export(argv: Sequence[str]) -> int:
     return _told(lambda: _export(parser.parse_args(argv)))
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"mgpu-pipe {verb}", description=description, allow_abbrev=False)
+    parser = _Parser(prog=f"mgpu-pipe {verb}", description=description, allow_abbrev=False)
     parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
     parser.add_argument("--device", default="auto", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")
     return parser
@@ -64,11 +70,12 @@ def _folder_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
 
 
 def _told(action: Callable[[], None]) -> int:
-    """Run; a user's error becomes one line on stderr and its exit code."""
+    """Run; a user's errors become one line each on stderr, and an exit code."""
     try:
         action()
     except MgpuError as error:
-        print(f"error: {error}", file=sys.stderr)
+        for one in error.errors if isinstance(error, ConfigErrors) else [error]:
+            print("error:", " ".join(str(one).split()), file=sys.stderr)
         return error.exit_code
     return EXIT_OK
 
@@ -198,18 +205,22 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
+    return int(_number(text, int, lambda value: value >= 1, "use a whole number of at least 1"))
 
 
 def _non_negative(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise ValueError(text)
-    return value
+    return _number(text, float, lambda value: value >= 0, "use a number of at least 0")
 
 
 def _share(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise ValueError(text)
+    return _number(text, float, lambda value: 0 < value <= 1, "use a number above 0 and at most 1")
+
+
+def _number(text: str, kind: type[int] | type[float], fits: Callable[[float], bool], fix: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{text}: {fix}")
     return value

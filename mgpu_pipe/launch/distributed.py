@@ -79,7 +79,8 @@ def process_group(world: World, store: Store, device_type: str, timeout: float) 
 
     device = None
     if device_type == "cuda":
-        device = torch.device("cuda", world.local_rank)
+        # srun may show each of a node's processes its own GPU alone
+        device = torch.device("cuda", world.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",

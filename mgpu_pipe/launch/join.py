@@ -155,7 +155,7 @@ def _settle(
         threads = threads_per_worker(config, world.local_world_size)
         environment = {**describe_environment(command, threads, world.world_size), "launch": _this_launch()}
         prepared = prepare_data(config)
-        announce_resume(config, prepared, step)
+        announce_resume(config, prepared, paths, step)
     except BadInputError:
         folder.discard()
         raise

@@ -26,6 +26,7 @@ from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan
+from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
@@ -118,7 +119,7 @@ def _run(
     try:
         environment = describe_environment(command, threads, world)
         prepared = prepare_data(config)
-        announce_resume(config, prepared, step)
+        announce_resume(config, prepared, paths, step)
         with run_folder.writing_to(paths.root):
             run_folder.record_launch(paths, config, overrides, environment, prepared)
             run_folder.keep_attempt_config(paths, first)
@@ -164,10 +165,11 @@ def prepare_data(config: RunConfig) -> PreparedData:
         return prepare(config, progress)
 
 
-def announce_resume(config: RunConfig, prepared: PreparedData, step: Path | None) -> None:
-    """Say from where the run goes on, and what differs; refuse what may not."""
+def announce_resume(config: RunConfig, prepared: PreparedData, paths: RunPaths, step: Path | None) -> None:
+    """Say from where the run goes on, and what differs; refuse what may not, and a run without a step."""
+    run_length(config, prepared)
     if step is not None:
-        for notice in check_resume(config, prepared, step):
+        for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
             print(f"note: {notice}", file=sys.stderr)
         print(f"resuming from {step}", file=sys.stderr, flush=True)
 

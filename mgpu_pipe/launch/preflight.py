@@ -61,7 +61,8 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
-        found += _collected(lambda: _check_packing(config))
+        if not any(_section(error) == "model" for error in found):
+            found += _collected(lambda: _check_packing(config))
     return _one_for_each_key(found)
 
 
@@ -99,7 +100,7 @@ def _check_model(config: RunConfig) -> None:
     if model.path is not None:
         if not Path(model.path).expanduser().exists():
             return  # said by value_errors
-        check_model_folder(model.path, _tokenizer_ids(config))
+        check_model_folder(model.path, *_tokenizer_ids(config))
     check_model_config(model)
 
 
@@ -118,19 +119,24 @@ def _check_data(config: RunConfig) -> None:
         check_sources(config)
 
 
-def _tokenizer_ids(config: RunConfig) -> int | None:
-    """Token ids (largest + 1) of the tokenizer of a fine-tuning run; None where there is no tokenizer.json."""
+def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
+    """Of the tokenizer of a fine-tuning run: its ids (largest + 1), None where there is no tokenizer.json; and the
+    vocabulary of the model that it was trained for, where it says so."""
+    from mgpu_pipe.data.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file
+
     chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
     path = Path(str(chosen)).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        return None
+        return None, None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
         ids += [token["id"] for token in content.get("added_tokens") or []]
-        return int(max(ids)) + 1
+        settings = file.with_name(CONFIG)
+        made_for = json_file(settings).get(MODEL_VOCABULARY) if settings.is_file() else None
+        return int(max(ids)) + 1, made_for if isinstance(made_for, int) else None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json",
                           f"cannot be read ({type(error).__name__})") from error
@@ -229,4 +235,10 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
     if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
+        if config.objective.sample_prompts:
+            notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
+    keep = config.checkpoint
+    if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
+        text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
+        notices.append(Notice("checkpoint.keep_best", text))
     return notices

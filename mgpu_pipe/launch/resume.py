@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,16 @@ from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
 
 FIXED = ("seed", "model.type", "model.config", "data.source", "data.seq_len", "data.packing",
-         "data.global_batch_size", "objective.name")  # fmt: skip
+         "data.global_batch_size", "objective.name", "optimizer._target_")  # fmt: skip
 """What decides the run's mathematics; the content of the data is compared by its digest besides."""
-TOLD = ("optimizer", "scheduler", "precision")
+TOLD = ("optimizer", "scheduler", "precision", "model.attn_implementation", "trainer.gradient_clip_val",
+        "trainer.deterministic")  # fmt: skip
 """What may differ with a notice."""
 
 
@@ -39,8 +41,11 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     return resolve_source(checkpoint.resume, checkpoint.on_corruption, checkpoint.verify).absolute()
 
 
-def check_resume(config: RunConfig, prepared: PreparedData, step: Path) -> list[str]:
+def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: bool = False) -> list[str]:
     """Compare this run with the one that saved ``step``.
+
+    Args:
+        own: the step is this run's; another run's must leave steps to take.
 
     Returns:
         Notices of what differs and may.
@@ -49,7 +54,13 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path) -> list[
         ConfigErrors: everything that differs and may not.
     """
     before = load(step / "config.yaml")
+    manifest = read_manifest(step)
+    length = run_length(config, prepared)
     errors: list[BadInputError] = []
+    if not own and manifest.step >= length:
+        key = "trainer.max_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
+        errors.append(ConfigError(key, _at(config, key), f"use more than {manifest.step} steps, counted from the "
+                                  "start of the run", f"the checkpoint {step} is at step {manifest.step} already"))
     for key in FIXED:
         new, old = _at(config, key), _at(before, key)
         errors += [
@@ -57,7 +68,7 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path) -> list[
                         f"the checkpoint {step} was trained with {then}")
             for name, now, then in _differences(key, new, old)
         ]  # fmt: skip
-    if not errors and read_state(step, read_manifest(step), "off").get("data_digest") != prepared.digest:
+    if not errors and read_state(step, manifest, "off").get("data_digest") != prepared.digest:
         changed = ", ".join(name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data)))
         errors.append(
             ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from",
@@ -67,8 +78,8 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path) -> list[
         raise ConfigErrors(errors)
     return [
         f"resuming with {name}={now} (was {then})"
-        for section in TOLD
-        for name, now, then in _differences(section, asdict(getattr(config, section)), asdict(getattr(before, section)))
+        for key in TOLD
+        for name, now, then in _differences(key, _at(config, key), _at(before, key))
     ]
 
 
@@ -76,7 +87,7 @@ def _at(config: RunConfig, key: str) -> object:
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
-    return value
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def _differences(key: str, new: object, old: object) -> list[tuple[str, object, object]]:

@@ -111,7 +111,8 @@ def completed(folder: RunFolder, config: RunConfig) -> bool:
     if not folder.goes_on or summary.get("status") != "finished":
         return False
     if config.trainer.max_steps is not None:
-        return config.trainer.max_steps <= int(str(summary["step"]))
+        reached = summary.get("max_steps", summary.get("step"))  # a callback may have ended it before its limit
+        return isinstance(reached, int) and config.trainer.max_steps <= reached
     before = load(folder.paths.config).trainer
     return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
@@ -131,7 +132,9 @@ def record_launch(
     paths.overrides.write_text("".join(f"{override}\n" for override in overrides), encoding="utf-8")
     write_environment(paths.environment, {**environment, "created": _created(paths) or environment["started"]})
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
-    shutil.copytree(prepared.tokenizer_folder, paths.tokenizer, dirs_exist_ok=True)
+    paths.tokenizer.mkdir(exist_ok=True)
+    for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was
+        shutil.copyfile(file, paths.tokenizer / file.name)
     paths.logs.mkdir(exist_ok=True)
     paths.summary.unlink(missing_ok=True)
 

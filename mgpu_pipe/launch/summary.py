@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def read_summary(paths: RunPaths) -> dict[str, object]:
-    """The run's summary; empty where it has none yet."""
-    if not paths.summary.exists():
+    """The run's summary; empty where it has none yet, or none that can be read."""
+    try:
+        summary = json.loads(paths.summary.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return {}
-    summary = json.loads(paths.summary.read_text(encoding="utf-8"))
     return summary if isinstance(summary, dict) else {}
 
 

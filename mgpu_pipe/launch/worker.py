@@ -25,6 +25,7 @@ from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
     from mgpu_pipe.config.schema import RunConfig
@@ -84,6 +85,8 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
     from mgpu_pipe.launch.summary import write_finished
     from mgpu_pipe.training.run import train
 
+    if config.trainer.deterministic:  # read when cuBLAS is first used; without it torch refuses its kernels
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     live = _live_stream() if world.rank == 0 else None
     with process_group(world, store, device_type(config), config.launch.collective_timeout):
@@ -95,9 +98,10 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
             )
         finally:
             sys.stderr = usual
-        if world.rank == 0:
-            samples = _samples(config, result, prepared.tokenizer_folder) if result.status == "finished" else []
-            write_finished(paths, result, world, samples, time.monotonic() - started)
+        device = next(result.model.parameters()).device
+    if world.rank == 0:
+        samples = _samples(config, result, device) if result.status == "finished" else []
+        write_finished(paths, result, world, samples, time.monotonic() - started)
     return result
 
 
@@ -114,25 +118,21 @@ def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[dict[str, str]]:
-    """The configured prompts, continued by one rank with the trained model, or with the checkpoint of a sharded one."""
+def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[dict[str, str]]:
+    """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved.
+
+    Not by the model that was trained: it may be sharded, and its forward pass then a collective.
+    """
     prompts = config.objective.sample_prompts
-    if not prompts:
+    if not prompts or result.checkpoint is None:
         return []
     from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.load import load_run
 
-    model = result.model
-    if not result.whole_model:
-        if result.checkpoint is None:
-            print("note: no samples, since no rank holds the whole model and nothing was saved", file=sys.stderr)
-            return []
-        from mgpu_pipe.inference.load import load_run
-
-        model = load_run(result.checkpoint).model
+    run = load_run(result.checkpoint, device)
     texts = generate_text(
-        model, tokenizer_folder, prompts,
-        max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed,
-    )  # fmt: skip
+        run.model, run.tokenizer(), prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
+    )
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 

@@ -22,11 +22,14 @@ LEAST_SHARE_USED = 0.9
 """Models pad their vocabulary (by 2 % at most in published ones); fewer used rows than this is another tokenizer."""
 
 
-def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None) -> None:
+def check_model_folder(
+    path: Path | str, tokenizer_vocab_size: int | None = None, made_for: int | None = None
+) -> None:
     """Raise unless the folder has a configuration and whole safetensors weights that fit the tokenizer.
 
     Args:
         tokenizer_vocab_size: number of token ids (largest id + 1) of the tokenizer that the data uses.
+        made_for: the vocabulary of the model that this tokenizer was trained for, where it says so.
 
     Raises:
         ModelFolderError: no folder, no ``config.json``, no weights, a truncated or damaged file, a shard or a tensor
@@ -43,7 +46,7 @@ def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None
     else:
         raise _no_weights(folder)
     if tokenizer_vocab_size is not None:
-        check_vocabulary(folder, config, tokenizer_vocab_size)
+        check_vocabulary(folder, config, tokenizer_vocab_size, made_for)
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
@@ -59,13 +62,15 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     return content
 
 
-def check_vocabulary(folder: Path, config: dict[str, Any], tokenizer_vocab_size: int) -> None:
+def check_vocabulary(
+    folder: Path, config: dict[str, Any], tokenizer_vocab_size: int, made_for: int | None = None
+) -> None:
     """Raise unless the model's embedding has a row for every token id, and uses most of its rows."""
     nested = config.get("text_config")
     size = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     if not isinstance(size, int):
         return
-    if tokenizer_vocab_size > size or tokenizer_vocab_size < LEAST_SHARE_USED * size:
+    if tokenizer_vocab_size > size or (tokenizer_vocab_size < LEAST_SHARE_USED * size and made_for != size):
         raise ModelFolderError(
             f"model.path={folder}: the model's vocabulary has {size} entries, the tokenizer's {tokenizer_vocab_size}; "
             "set data.tokenizer to the folder of the tokenizer that this model was trained with"

@@ -128,8 +128,9 @@ class RunView:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether this is a run's folder; a checkpoint's step folder, which has a configuration too, is none."""
-    return (folder / "config.yaml").is_file() and not (folder / "manifest.json").is_file()
+    """Whether this is a run's folder; a checkpoint's step and a verification have a configuration too and are none."""
+    others = ("manifest.json", "configured.yaml")
+    return (folder / "config.yaml").is_file() and not any((folder / name).is_file() for name in others)
 
 
 def load_run(paths: RunPaths) -> RunView:

@@ -13,9 +13,10 @@ from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.select import list_steps, newest_valid
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
+from mgpu_pipe.errors import CheckpointSaveError
 
 
 class HoldsState(Protocol):
@@ -58,10 +59,16 @@ class Checkpointer:
             # JSON has no infinity: a perplexity that overflowed is left out.
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
-        path = save(
-            self._paths.checkpoints, step, strategy.model_pieces(), strategy.optimizer_pieces(), state,
-            self._paths.config,
-        )
+        try:
+            path = save(
+                self._paths.checkpoints, step, strategy.model_pieces(), strategy.optimizer_pieces(), state,
+                self._paths.config,
+            )
+        except CheckpointSaveError as error:
+            good = newest_valid(self._paths.checkpoints, "fallback", "size")
+            last = f"the last good one is {good.path}" if good is not None else "there is none before it"
+            fix = "free space or lower checkpoint.keep_last, and go on with checkpoint.resume=auto"
+            raise CheckpointSaveError(f"{error}; {last}; {fix}") from error
         self.last_step, self.last_path = step, path
         if not dist.is_initialized() or dist.get_rank() == 0:
             keep = self._config

@@ -41,14 +41,23 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[torch.nn.Module], to
     takes_decay = "weight_decay" in accepted
     if config.weight_decay and not takes_decay:
         raise ConfigError("optimizer.weight_decay", config.weight_decay, "use 0", f"{cls.__name__} has no weight decay")
+    closure = inspect.signature(getattr(cls, "step")).parameters.get("closure")  # noqa: B009
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reason = f"{cls.__name__} evaluates the loss itself, several times a step"
+        raise ConfigError("optimizer._target_", config._target_, "use an optimizer that takes given gradients", reason)
 
     def build(model: torch.nn.Module) -> torch.optim.Optimizer:
         kwargs = dict(arguments)
         is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in FUSED_ON_CPU
         if is_torchs and "fused" not in kwargs and not kwargs.get("foreach"):
             kwargs["fused"] = True
-        if not takes_decay:
-            return cls([p for p in model.parameters() if p.requires_grad], **kwargs)
-        return cls(decay_groups(model, config), **kwargs)
+        parameters = decay_groups(model, config) if takes_decay else [p for p in model.parameters() if p.requires_grad]
+        try:
+            return cls(parameters, **kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = f"it refuses its options or this model's parameters: {' '.join(str(error).split())}"
+            raise ConfigError(
+                "optimizer._target_", config._target_, "change optimizer.options, or use another optimizer", reason
+            ) from error
 
     return build

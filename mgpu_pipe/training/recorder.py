@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from mgpu_pipe.config.schema import TrainerConfig
+from mgpu_pipe.config.validate import MEASURED
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, restore_weights
@@ -77,6 +78,9 @@ class StepRecorder(pl.Callback):
         self.step = start_step
         self.stopped = False
         self.metrics: dict[str, float] = {}
+        """The newest value of each."""
+        self._measured: dict[str, float] = {}
+        """Those of the newest step alone: what its checkpoint says of it, and is ranked by."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._reader is not None:
@@ -161,7 +165,8 @@ class StepRecorder(pl.Callback):
     def _close_step(self, trainer: pl.Trainer) -> None:
         assert self._open is not None
         row, self._open = self._open, None
-        self.metrics.update({key: row[key] for key in ("train/loss", "train/grad_norm", "lr")})
+        self._measured = {key: row[key] for key in MEASURED if key in row}
+        self.metrics.update(self._measured)
         due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
         if due and (self._writer is not None or trainer.loggers):
             row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
@@ -188,4 +193,4 @@ class StepRecorder(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         if self._writer is not None:
             self._writer.sync()
-        self._checkpointer.save(trainer.strategy, self.step, dict(self.metrics))  # type: ignore[arg-type]
+        self._checkpointer.save(trainer.strategy, self.step, self._measured)  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from transformers.utils.logging import disable_progress_bar
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
@@ -22,13 +24,14 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.data.loader import evaluation_windows, train_windows
 from mgpu_pipe.data.prepare import PreparedData
-from mgpu_pipe.errors import ConfigError, NonFiniteError
+from mgpu_pipe.errors import BadInputError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
@@ -51,8 +54,6 @@ class TrainResult:
     step: int
     metrics: dict[str, float]
     checkpoint: Path | None
-    whole_model: bool = True
-    """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,6 +71,7 @@ def train(
     Raises:
         NonFiniteError: the loss or the gradient norm is not finite; on every rank, before the update.
         CheckpointError, CheckpointSaveError: a checkpoint cannot be read or written.
+        BadInputError: the Trainer refuses a callback or a logger.
     """
     _quiet_lightning()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -115,6 +117,9 @@ def train(
     )
     writer = _metrics_writer(paths, start_step) if rank == 0 else None
     weights_only = reader is None and config.checkpoint.init_from is not None and not _starts_from_folder(config)
+    source = _weights_reader(config) if weights_only else reader
+    if source is not None:
+        source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
     recorder = StepRecorder(
         config.trainer,
         max_steps=max_steps,
@@ -124,21 +129,26 @@ def train(
         writer=writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
         model_flops_utilisation=_utilisation(model, config, device, precision, world_size),
-        reader=_weights_reader(config) if weights_only else reader,
+        reader=source,
         resume_optimizer=not weights_only,
     )
-    trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
+    if reader is not None and start_step >= max_steps:  # killed after the last save: the fit restores, and ends
+        recorder.metrics.update(reader.state["metrics"])
+        checkpointer.last_path = resume
     held_out = evaluation_windows(config, prepared, plan, dims.data_parallel_rank(rank))
     try:
-        if start_step < max_steps:
-            trainer.fit(
-                objective,
-                train_windows(
-                    config, prepared, plan, dims.data_parallel_rank(rank),
-                    start_sample=start_step * plan.global_batch_size, max_steps=max_steps,
-                ),
-                held_out if prepared.validation_samples else None,
-            )
+        trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
+        trainer.fit(
+            objective,
+            train_windows(
+                config, prepared, plan, dims.data_parallel_rank(rank),
+                start_sample=start_step * plan.global_batch_size, max_steps=max_steps,
+            ),
+            held_out if prepared.validation_samples else None,
+        )
+    except MisconfigurationException as error:
+        refusal = " ".join(str(error).split())
+        raise BadInputError(f"callbacks, logger: Lightning refuses this: {refusal}; change or remove it") from error
     except NonFiniteStep as step:
         window = step.window
         good = newest_valid(paths.checkpoints, "fallback", "size")
@@ -151,22 +161,6 @@ def train(
             writer.sync()
             writer.close()
     return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, num_parameters)
-
-
-def run_length(config: RunConfig, prepared: PreparedData) -> int:
-    """The run's last optimizer step: ``trainer.max_steps``, or the whole steps in ``trainer.max_epochs``."""
-    if config.trainer.max_steps is not None:
-        return config.trainer.max_steps
-    if config.trainer.max_epochs is None:
-        raise ConfigError("trainer.max_steps", None, "give trainer.max_steps or trainer.max_epochs")
-    steps = config.trainer.max_epochs * prepared.train_samples // config.data.global_batch_size
-    if not steps:
-        raise ConfigError(
-            "trainer.max_epochs", config.trainer.max_epochs,
-            f"lower data.global_batch_size or raise max_epochs: {prepared.train_samples} training samples are "
-            f"not one step of {config.data.global_batch_size}",
-        )
-    return steps
 
 
 def _horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
@@ -245,9 +239,10 @@ def _build_trainer(
     if rank == 0:
         loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", save_dir=str(paths.root))
                    for name, node in config.logger.items()]
+    sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     trainer = pl.Trainer(
         accelerator=device.type,
-        devices=dist.get_world_size() // config.trainer.num_nodes,
+        devices=1 if sees_one else dist.get_world_size() // config.trainer.num_nodes,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
         max_steps=max_steps,
@@ -268,7 +263,8 @@ def _build_trainer(
 
 
 def _quiet_lightning() -> None:
-    """Keep Lightning's hints about settings that this program decides out of the user's output."""
+    """Keep hints about settings that this program decides, and others' progress bars, out of the user's output."""
+    disable_progress_bar()
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
@@ -320,4 +316,4 @@ def _result(
         "data": prepared.as_dict(),
         "memory": {"peak_gib": peaks.tolist()},
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary)
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, summary)

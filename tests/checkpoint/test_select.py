@@ -126,12 +126,12 @@ def test_a_source_without_a_usable_checkpoint_is_refused_with_its_key(root: Path
         resolve_source(root.parent)
 
 
-def test_selection_retention_and_comparison_do_not_import_torch() -> None:
+def test_selection_and_retention_do_not_import_torch() -> None:
     import subprocess
     import sys
 
     code = (
-        "import sys; from mgpu_pipe.checkpoint import select, retention, compare, tensor_file; "
+        "import sys; from mgpu_pipe.checkpoint import select, retention, tensor_file; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

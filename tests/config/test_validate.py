@@ -71,6 +71,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["optimizer.options.lr=1"], "set optimizer.lr instead"),
         (["optimizer.options.beta=1"], "did you mean betas?"),
         (["optimizer=sgd", "optimizer._target_=torch.optim.LBFGS", "optimizer.weight_decay=0.1"], "no weight decay"),
+        (["model.attn_implementation=flash_attention_2"], "flash-attn is not installed; install flash-attn"),
+        (["checkpoint.best_metric=val/los"], "did you mean val/loss?"),
+        (["+callbacks.x._target_=pytorch_lightning.callbacks.ModelCheckpoint"], "use checkpoint.every_n_steps"),
         (["+logger.x=3"], "logger.x._target_=3: give the dotted path"),
     ],
 )

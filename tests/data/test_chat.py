@@ -10,7 +10,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 from tokenizers import Tokenizer
 
-from mgpu_pipe.data.chat import ChatTemplate
+from mgpu_pipe.data.chat import ChatTemplate, _common_prefix
 from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.token_store import TokenStore
@@ -149,3 +149,11 @@ def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     run.data.chat_template = str(tmp_path / "absent.jinja")
     with pytest.raises(ConfigError, match=r"data\.chat_template=.*absent\.jinja: cannot be read"):
         prepare(run)
+
+
+def test_the_common_beginning_of_long_texts_is_found_by_halving() -> None:
+    for length in (0, 1, 2, 3, 1000):
+        for same in (0, 1, length // 2, length):
+            one, other = "a" * length, "a" * same + "b" * (length - same)
+            assert _common_prefix(one, other) == _common_prefix(other, one) == min(same, length)
+    assert _common_prefix("ab", "abc") == 2

@@ -109,7 +109,7 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     run = config(tmp_path, source="jsonl", paths=[str(path)])
     for line, match in (
-        ('{"text": "b"', r"broken\.jsonl:3: is not valid JSON"),
+        ('{"text": "b"', r"broken\.jsonl:3: is not valid JSON: Expecting ',' delimiter \(character 14 of"),
         ('["b"]', r"broken\.jsonl:3: is a JSON list"),
         ('{"txt": "b", "id": 1}', r"broken\.jsonl:3: has no column 'text'; .* data\.text_column .*: txt, id"),
         ('{"text": 5}', r"broken\.jsonl:3: column 'text' holds int"),

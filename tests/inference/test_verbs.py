@@ -6,6 +6,7 @@ import io
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,24 @@ def test_an_export_that_cannot_be_written_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "cannot be written" in error
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "said"),
+    [
+        (export, [], "required: --out"),
+        (generate, ["--top-p", "3"], "argument --top-p: 3: use a number above 0 and at most 1"),
+        (generate, ["--max-new-tokens", "x"], "argument --max-new-tokens: x: use a whole number of at least 1"),
+        (evaluate, ["--devise", "cpu"], "unrecognized arguments: --devise"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(
+    verb: Callable[[list[str]], int], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verb(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def plain_loss(root: Path, model: PreTrainedModel) -> tuple[float, int]:

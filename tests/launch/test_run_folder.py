@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +16,7 @@ import pytest
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions, TrainerConfig
+from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.launch.run_folder import (
     check_unused,
@@ -22,6 +25,8 @@ from mgpu_pipe.launch.run_folder import (
     keep_attempt_config,
     newest_run,
     next_attempt,
+    record_launch,
+    writing_to,
 )
 from mgpu_pipe.launch.summary import write_summary
 
@@ -32,6 +37,14 @@ def config_in(root: Path, resume: str = "none", folder: Path | None = None, **tr
         checkpoint=CheckpointConfig(resume=resume),
         trainer=TrainerConfig(**trainer),  # type: ignore[arg-type]
     )
+
+
+def synthetic_run(tmp_path: Path, num_documents: int) -> RunConfig:
+    run = RunConfig()
+    run.model.config = {"vocab_size": 300}
+    run.data.source, run.data.seq_len, run.data.cache_dir = "synthetic", 32, str(tmp_path / "cache")
+    run.data.synthetic.num_documents = num_documents
+    return run
 
 
 def leave_run(folder: Path, created: float, **entries: object) -> RunPaths:
@@ -92,6 +105,20 @@ def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:
     old = leave_run(tmp_path / "old", 1.0)
     choose_folder(config_in(tmp_path, "auto", tmp_path / "old")).discard()
     assert old.config.exists()
+
+
+def test_a_disk_that_fills_up_while_the_launch_is_recorded_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare(synthetic_run(tmp_path, num_documents=20))
+    paths = choose_folder(config_in(tmp_path, folder=tmp_path / "full")).paths
+
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(RunFolderError, match="No space left on device"), writing_to(paths.root):
+        record_launch(paths, RunConfig(), [], {"started": 0.0}, prepared)
 
 
 def test_auto_goes_on_in_the_run_begun_last(tmp_path: Path) -> None:

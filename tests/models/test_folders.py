@@ -146,3 +146,4 @@ def test_vocabulary_must_be_the_tokenizers(folder: Path) -> None:
     assert "128 entries, the tokenizer's 129" in error_of(folder, 129)
     assert "the tokenizer's 60" in error_of(folder, 60)
     check_model_folder(folder, 126)
+    check_model_folder(folder, 30, made_for=128)

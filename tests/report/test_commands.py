@@ -71,6 +71,16 @@ def test_what_is_no_run_is_refused_with_what_to_give_instead(make_run: MakeRun) 
     assert not run.report.exists()
 
 
+def test_a_verification_is_not_the_newest_run(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    verification = Path("outputs/verify/later")
+    verification.mkdir(parents=True)
+    for name in ("config.yaml", "configured.yaml"):
+        (verification / name).write_text("")
+    assert report([]) == 0
+    assert run.report.exists()
+
+
 def test_no_run_yet_and_a_wrong_flag_are_one_line() -> None:
     for arguments, told in (([], "holds no run yet"), (["--ot", "x"], "--ot"), (["--out"], "expected one argument")):
         with pytest.raises(BadInputError, match=told):

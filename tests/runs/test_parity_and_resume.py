@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -156,3 +157,16 @@ def test_a_nan_stops_the_run_before_the_update(cache: Path, corpus: Path, tmp_pa
     assert "is not finite at step" in out and "samples" in out and "checkpoints/step-" in out
     assert out.count("is not finite") == 1, "a NaN is not tried again"
     assert os.listdir(tmp_path / "outputs" / "run")
+
+
+def test_a_disk_that_takes_no_more_stops_the_run_in_one_line(cache: Path, corpus: Path, tmp_path: Path) -> None:
+    mgpu(cache, tmp_path, *overrides(corpus, "trainer.max_steps=2"))  # tokenises, which the limit would forbid
+    command = overrides(corpus, f"run.dir={tmp_path / 'run'}", "trainer.max_steps=2")
+    process = start(
+        cache, tmp_path, *command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+    )
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 2, out + err
+    assert err.count("error: ") == 1 and "could not be written" in err and "Traceback" not in err
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert list(column(tmp_path / "run", "train/loss")) == [1, 2]

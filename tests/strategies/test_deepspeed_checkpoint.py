@@ -113,10 +113,10 @@ def resumed(
     (expected,) = run_processes(1, segment, "ddp", model_name, frozen, 0, ALL, None, None)
     root = tmp_path / "checkpoints"
     engine, world = first
-    before = run_processes(world, with_extensions_in, extensions, segment, engine, model_name, frozen, 0, HALF, None, root)
+    arguments: tuple[Any, ...] = (model_name, frozen, 0, HALF, None, root)
+    before = run_processes(world, with_extensions_in, extensions, segment, engine, *arguments)
     engine, world = then
-    step = root / f"step-{HALF:08d}"
-    arguments = (model_name, frozen, HALF, ALL, step, tmp_path / "again" / "checkpoints")
+    arguments = (model_name, frozen, HALF, ALL, root / f"step-{HALF:08d}", tmp_path / "again" / "checkpoints")
     after = run_processes(world, with_extensions_in, extensions, segment, engine, *arguments)
     for losses in [x + y for x in before for y in after]:
         assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < 1e-5

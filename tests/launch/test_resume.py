@@ -1,0 +1,104 @@
+"""What may differ on a resume, asked of a real checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.launch.resume import check_resume
+
+STEP = 4
+Change = Callable[[RunConfig], None]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    run = RunConfig()
+    run.model.type, run.model.config = "llama", {"vocab_size": 300}
+    run.data.source, run.data.seq_len, run.data.cache_dir = "synthetic", 32, str(tmp_path / "cache")
+    run.data.synthetic.num_documents = 50
+    run.trainer.max_steps = 10
+    return run
+
+
+@pytest.fixture
+def prepared(config: RunConfig) -> PreparedData:
+    return prepare(config)
+
+
+@pytest.fixture
+def step(config: RunConfig, prepared: PreparedData, tmp_path: Path) -> Path:
+    freeze(config, tmp_path / "config.yaml")
+    return save(tmp_path / "checkpoints", STEP, [], [], {"data_digest": prepared.digest}, tmp_path / "config.yaml")
+
+
+def changed(config: RunConfig, key: str, value: object) -> RunConfig:
+    other = deepcopy(config)
+    node: object = other
+    *sections, name = key.split(".")
+    for section in sections:
+        node = getattr(node, section)
+    setattr(node, name, value)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.name", "other"), ("data.micro_batch_size", 2), ("trainer.devices", 4), ("trainer.max_steps", 20),
+        ("checkpoint.keep_last", 0), ("strategy.name", "ddp"), ("trainer.log_every_n_steps", 7),
+    ],
+)  # fmt: skip
+def test_what_does_not_change_the_result_changes_without_a_word(
+    config: RunConfig, prepared: PreparedData, step: Path, key: str, value: object
+) -> None:
+    assert check_resume(changed(config, key, value), prepared, step) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.lr", 1.0), ("optimizer.weight_decay", 0.0), ("scheduler.name", "linear"),
+        ("precision.name", "bf16"), ("trainer.gradient_clip_val", None), ("model.attn_implementation", "eager"),
+    ],
+)  # fmt: skip
+def test_what_a_user_may_want_to_change_is_told(
+    config: RunConfig, prepared: PreparedData, step: Path, key: str, value: object
+) -> None:
+    (notice,) = check_resume(changed(config, key, value), prepared, step)
+    assert notice.startswith(f"resuming with {key}={value} (was ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 7), ("model.config", {"vocab_size": 300, "num_hidden_layers": 3}), ("data.seq_len", 64),
+        ("data.global_batch_size", 64), ("optimizer._target_", "torch.optim.SGD"),
+    ],
+)  # fmt: skip
+def test_what_may_not_change_is_refused(
+    config: RunConfig, prepared: PreparedData, step: Path, key: str, value: object
+) -> None:
+    with pytest.raises(ConfigErrors, match=rf"{key}[.\w]*=.*to resume from it, or checkpoint.init_from"):
+        check_resume(changed(config, key, value), prepared, step)
+
+
+def test_other_data_is_refused(config: RunConfig, step: Path) -> None:
+    other = changed(config, "data.validation_fraction", 0.5)
+    with pytest.raises(ConfigErrors, match=r"is not what it was trained on \(data.validation_fraction\)"):
+        check_resume(other, prepare(other), step)
+
+
+def test_another_runs_end_leaves_nothing_to_train(config: RunConfig, prepared: PreparedData, step: Path) -> None:
+    ended = changed(config, "trainer.max_steps", STEP)
+    with pytest.raises(ConfigErrors, match=r"trainer.max_steps=4: .* is at step 4 already; use more than 4"):
+        check_resume(ended, prepared, step)
+    assert check_resume(ended, prepared, step, own=True) == []  # killed after its last save

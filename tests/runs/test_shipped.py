@@ -1,0 +1,45 @@
+"""Every tiny model that is shipped trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.config.compose import compose, conf_dir
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.data.prepare import prepare
+from tests.support.processes import run_processes
+
+TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
+
+
+def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config, _ = compose(overrides)
+    return train(config, RunPaths(Path(folder)), prepare(config)).summary
+
+
+def test_the_tiny_models_are_the_promised_families() -> None:
+    assert TINY == ["gpt2_tiny", "llama_tiny", "mixtral_tiny", "qwen3_tiny"]
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Path) -> None:
+    overrides = [
+        f"model={model}", "data=synthetic", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=2", "logger=none",
+        "data.seq_len=32", "data.global_batch_size=8", f"data.cache_dir={cache}", "data.validation_max_samples=8",
+        "trainer.progress=off",
+    ]  # fmt: skip
+    config, _ = compose(overrides)
+    freeze(config, RunPaths(tmp_path).config)
+    prepare(config)
+    for summary in run_processes(2, two_steps, str(tmp_path), overrides):
+        assert summary["status"] == "finished" and summary["step"] == 2
+        # Random tokens and weights: the loss starts at the logarithm of the vocabulary.
+        assert abs(summary["metrics"]["val/loss"] - math.log(1024)) < 0.5
+    assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()

@@ -1,0 +1,86 @@
+"""Every command in the README runs as written; training is cut short by what is appended."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import REPOSITORY, environment
+
+pytestmark = pytest.mark.slow
+
+SHORT = ["data.seq_len=32", "data.validation_max_samples=8", "data.global_batch_size=8"]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for block in BLOCKS for line in block.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A folder with the corpus that the README speaks of."""
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(corpus, folder / "corpus" / "part")
+    lines = "".join(f'{{"text": "document number {n}, of a few words"}}\n' for n in range(300))
+    (folder / "corpus.jsonl").write_text(lines)
+    return folder
+
+
+def test_the_readme_tells_how_to_train_and_test() -> None:
+    assert {"make train", "make test"} <= set(COMMANDS)
+    assert len(COMMANDS) > 15
+
+
+def shortened(command: str) -> list[str]:
+    """The command's words for this interpreter, training made short."""
+    words = shlex.split(command)
+    if words[0] == "torchrun":
+        at = words.index("-m")
+        return [sys.executable, "-m", "torch.distributed.run", *words[1:at], *words[at:], *SHORT]
+    assert words[0] == "mgpu-pipe", command
+    verbs = {"ls", "check", "schema", "generate", "export", "eval", "report", "verify", "--help"}
+    return [sys.executable, "-m", "mgpu_pipe", *words[1:], *([] if words[1] in verbs else SHORT)]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("make ")])
+def test_command(command: str, workplace: Path, cache: Path) -> None:
+    done = subprocess.run(
+        shortened(command), cwd=workplace, env=environment(cache), capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def test_the_refusal_that_the_readme_shows() -> None:
+    shown = re.search(r"^\$ mgpu-pipe (.*)\n(error: .*)$", README, re.MULTILINE)
+    assert shown is not None
+    done = subprocess.run(
+        [sys.executable, "-m", "mgpu_pipe", *shlex.split(shown[1])], capture_output=True, text=True, check=False,
+        cwd=REPOSITORY,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (2, shown[2])
+
+
+def test_make_train_runs_the_quickstart(tmp_path: Path, cache: Path) -> None:
+    """``make train`` in a copy of the tree, with this environment in the place of the one it would install."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    program = tools / "mgpu-pipe"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mgpu_pipe "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / ".venv" / ".installed").touch()
+    short = [*SHORT, "model=llama_tiny", "trainer.max_steps=2", "scheduler.warmup_steps=1", "precision=bf16"]
+    done = subprocess.run(
+        ["make", "train", f"OVERRIDES={' '.join(short)}"],
+        cwd=tmp_path, env=environment(cache), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for word in ("perplexity", "unigram", "report.html", "go on", "def "):
+        assert word in done.stdout
