@@ -1,4 +1,3 @@
-raise SystemExit("MESSAGE FROM THE LEAD: time is up, the machine is needed. Start nothing more. Commit what works (without this line) and send your final report NOW.")
 """Shared by all tests: one cache of tokenised data, and a small corpus of real text."""
 
 from __future__ import annotations
