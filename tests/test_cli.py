@@ -125,8 +125,9 @@ def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[st
     assert cli.main(["ls", "strategy"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "strategy"
-    assert lines[1].startswith("    ddp     Data parallelism")
-    assert lines[2].startswith("  * single  One process")
+    descriptions = {line[4:].split()[0]: line for line in lines[1:] if line.strip()}
+    assert descriptions["ddp"].startswith("    ddp ") and "Data parallelism" in descriptions["ddp"]
+    assert descriptions["single"].startswith("  * single ") and "One process" in descriptions["single"]
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,64 @@
+"""Oracle: planted errors. The comparison of ZeRO has to find each and name it, and find nothing where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+from tests.verify.test_comparison import TARGET, broken, verified
+
+
+def wrong_gradient(strategy: EngineStrategy) -> None:
+    if dist.get_rank() == 1:
+        parameter = dict(strategy.objective.model.named_parameters())[TARGET]
+        parameter.register_hook(lambda gradient: gradient * 1.001)
+
+
+def wrong_master(strategy: EngineStrategy) -> None:
+    """An error in the weights that one rank holds for all."""
+    pieces = [piece for piece in strategy.model_pieces() if piece.box.name == TARGET]
+    if dist.get_rank() == 1:
+        pieces[0].tensor.view(-1)[0] += 1e-8
+
+
+PLANTED = {"gradient": wrong_gradient, "master": wrong_master}
+
+
+def planted(config: RunConfig, kind: str) -> list[Worst]:
+    return worst_of(compare(config, on_start=PLANTED[kind]))
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3", "zero3_cpu"])
+@pytest.mark.parametrize("model", ["llama_tiny", "gpt2_tiny"])
+def test_zero_is_the_plain_computation(model: str, preset: str) -> None:
+    config = small_run(f"model={model}", f"strategy={preset}", "trainer.devices=4", "data.micro_batch_size=4")
+    first, *_ = run_processes(4, verified, config)
+    assert [one.quantity for one in first] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert broken(first) == {}
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_cpu"])
+def test_a_wrong_gradient_of_one_rank_is_named(preset: str) -> None:
+    config = small_run("model=llama_tiny", f"strategy={preset}", "trainer.devices=2")
+    found = broken(run_processes(2, planted, config, "gradient")[0])
+    assert found["gradient"].where == TARGET
+    assert "loss" not in found
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_a_wrong_initial_value_in_one_ranks_part_is_named(preset: str) -> None:
+    config = small_run("model=llama_tiny", f"strategy={preset}", "trainer.devices=2")
+    found = broken(run_processes(2, planted, config, "master")[0])
+    assert [(one.quantity, one.where, one.step) for one in found.values()] == [("initial weights", TARGET, 0)]
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+def test_bf16_is_as_good_as_one_bf16_process(preset: str) -> None:
+    config = small_run("model=llama_tiny", f"strategy={preset}", "trainer.devices=2", "precision=bf16", steps=10)
+    assert broken(run_processes(2, verified, config)[0]) == {}
