@@ -72,6 +72,11 @@ class EngineStrategy(ParallelStrategy):
     # -- what training, checkpoints and verification ask --------------------------------------------------------
 
     @property
+    def holds_whole_model(self) -> bool:
+        """Whether one rank alone can run the trained model: no part of it is on another rank only."""
+        return self.dims.dp_shard == 1
+
+    @property
     def objective(self) -> Objective:
         module = self.lightning_module
         assert isinstance(module, Objective), "strategies train subclasses of mgpu_pipe.objectives.base.Objective"

@@ -275,6 +275,10 @@ class DeepSpeedStrategy(EngineStrategy):
         assert like is not None, "an evaluation follows a training step"
         return [*micro_batches, *[without_labels(like)] * missing]
 
+    @property
+    def holds_whole_model(self) -> bool:
+        return self.stage < 3
+
     # -- state --------------------------------------------------------------------------------------------------
 
     def model_pieces(self) -> list[Piece]:

@@ -56,6 +56,8 @@ class TrainResult:
     step: int
     metrics: dict[str, float]
     checkpoint: Path | None
+    whole_model: bool = True
+    """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -327,4 +329,4 @@ def _result(
         "data": prepared.as_dict(),
         "memory": memory,
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, summary)
+    return TrainResult(model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary)
