@@ -1,0 +1,104 @@
+"""Oracle: what issue 3 promises of the generated DeepSpeed configuration, and of what contradicts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.validate import world_size
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.launch.overview import overview
+from mgpu_pipe.launch.preflight import preflight
+from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+BASE = ("model=llama_tiny", "trainer.devices=2", "trainer.accelerator=cpu")
+RAW = "strategy.deepspeed_config."
+
+
+def settings(*overrides: str) -> dict[str, object]:
+    config, _ = compose([*BASE, *overrides])
+    preflight(config)
+    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    return deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{RAW}gradient_clipping=1.0"], "leave it out and set trainer.gradient_clip_val"),
+        ([f"{RAW}train_batch_size=8"], "leave it out and set data.global_batch_size"),
+        ([f"{RAW}bf16.enabled=true"], "leave it out and set precision"),
+        ([f"{RAW}zero_optimization.stage=2"], "leave it out and set strategy.deepspeed.stage"),
+        ([f"{RAW}zero_optimization.reduce_bucket_size=9"], "leave it out and set strategy.bucket_mib"),
+        ([f"{RAW}zero_optimization.offload_param.device=cpu"], "leave it out and set strategy.offload"),
+        ([f"{RAW}gradient_allreduce_op=sum"], "leave it out: the loss"),
+        ([f"{RAW}zero_optimization.zero_quantized_gradients=true"], "not supported here"),
+        (["strategy=zero2", f"{RAW}zero_optimization.stage3_max_live_parameters=9"], "ZeRO-2 does not have it"),
+        ([f"{RAW}zero_optimization.ignore_unused_parameters=false"], "ZeRO-3 does not have it"),
+        (["strategy=zero1", "strategy.offload=nvme", "strategy.offload_path=."], "ZeRO-1 offloads to the CPU only"),
+        (["strategy.offload=nvme"], "strategy.offload_path=null: strategy.offload=nvme writes to one"),
+        (["strategy.offload=nvme", "strategy.offload_path=/no/such"], "nothing is there"),
+        (["strategy.offload=nvme", "strategy.offload_path=/proc"], "it cannot be written"),
+        (["strategy.deepspeed.stage=4"], "strategy.deepspeed.stage=4"),
+        (["strategy.tp=2"], "strategy.engine=deepspeed shards data only"),
+        (["strategy.dp_shard=3"], "strategy=zero3 makes a world of dp_shard=3 = 3"),
+        (["optimizer._target_=torch.optim.Muon", "optimizer.options={}"], "this optimizer needs whole matrices"),
+    ],
+)
+def test_what_contradicts_is_refused_in_one_line(overrides: list[str], said: str) -> None:
+    config, _ = compose([*BASE, "strategy=zero3", *overrides]) if "stage=4" not in overrides[0] else (None, None)
+    if config is None:
+        with pytest.raises(ConfigErrors, match=said):
+            compose([*BASE, "strategy=zero3", *overrides])
+        return
+    with pytest.raises(ConfigErrors) as caught:
+        preflight(config)
+    assert any(said in str(error) and "\n" not in str(error) for error in caught.value.errors), str(caught.value)
+
+
+def test_a_disk_too_small_for_the_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nearly:
+        free = 328256 * 16 - 1  # one byte less than master, gradient and two moments of llama_tiny's parameters
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Nearly)
+    config, _ = compose([*BASE, "strategy=zero3_nvme", f"strategy.offload_path={tmp_path}"])
+    with pytest.raises(ConfigErrors, match="are free; give a larger disk"):
+        preflight(config)
+
+
+def test_the_raw_settings_add_to_and_replace_the_defaults() -> None:
+    found = settings("strategy=zero3", f"{RAW}zero_optimization.overlap_comm=true", f"{RAW}wall_clock_breakdown=true")
+    zero = found["zero_optimization"]
+    assert isinstance(zero, dict)
+    assert zero["overlap_comm"] is True and zero["stage"] == 3
+    assert found["wall_clock_breakdown"] is True
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_keys_of_this_project_decide(stage: int) -> None:
+    found = settings(f"strategy=zero{stage}", "data.micro_batch_size=4", "strategy.bucket_mib=1", "precision=bf16")
+    zero = found["zero_optimization"]
+    assert isinstance(zero, dict)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [found[name] for name in sizes] == [32, 4, 4]
+    assert (zero["stage"], zero["reduce_bucket_size"]) == (stage, 262144)
+    assert found["bf16"] == {"enabled": True, "check_grad_overflow": False}
+    assert found["communication_data_type"] == "fp32" and found["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_check_shows_the_configuration() -> None:
+    config, _ = compose([*BASE, "strategy=zero3"])
+    assert '"stage": 3' in dict(overview(config))["deepspeed"]
+
+
+def test_neither_torch_nor_deepspeed_is_imported_to_check() -> None:
+    program = (
+        "import sys; from mgpu_pipe import cli; code = cli.main(['check', 'strategy=zero3', 'model=llama_tiny']); "
+        "sys.exit(code or bool({'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
