@@ -101,7 +101,7 @@ class Objective(pl.LightningModule):
         return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
 
     def on_validation_start(self) -> None:
-        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
     def validation_step(self, window: StepWindow, batch_idx: int) -> None:
         assert self._evaluated is not None

@@ -91,7 +91,7 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1)
+    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1 or config.strategy.offload == "cpu")
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
