@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FIXED = ("seed", "model.type", "model.config", "data.source", "data.seq_len", "data.packing",
          "data.global_batch_size", "objective.name", "optimizer._target_")  # fmt: skip
 """What decides the run's mathematics; the content of the data is compared by its digest besides."""
-TOLD = ("optimizer", "scheduler", "precision", "model.attn_implementation", "trainer.gradient_clip_val",
+TOLD = ("optimizer", "scheduler", "precision", "model.attn_implementation", "model.freeze", "trainer.gradient_clip_val",
         "trainer.deterministic")  # fmt: skip
 """What may differ with a notice."""
 

@@ -95,13 +95,15 @@ class Objective(pl.LightningModule):
         factor = self._learning_rate(window.step)
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        if not result.skipped:
-            self._optimizer.step()
+        if result.skipped:
+            # A step without gradients changes nothing; Lightning counts it, so the run does not go on past its end.
+            strategy.zero_gradients()
+        self._optimizer.step()
         strategy.zero_gradients()
         return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
 
     def on_validation_start(self) -> None:
-        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
     def validation_step(self, window: StepWindow, batch_idx: int) -> None:
         assert self._evaluated is not None

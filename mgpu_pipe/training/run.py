@@ -92,7 +92,8 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1)
+    on_host = config.strategy.engine == "mesh" and config.strategy.offload == "cpu"
+    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1 or on_host)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
