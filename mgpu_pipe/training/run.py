@@ -92,8 +92,9 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    on_host = config.strategy.engine == "mesh" and config.strategy.offload == "cpu"
-    model, fill = _build_model(config, device, sharded=dims.dp_shard > 1 or on_host)
+    # DeepSpeed partitions a loaded model; the mesh engine reads each rank's own slices.
+    by_slices = config.strategy.engine == "mesh" and (dims.dp_shard > 1 or config.strategy.offload == "cpu")
+    model, fill = _build_model(config, device, sharded=by_slices)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
