@@ -102,7 +102,7 @@ def test_hydras_own_flags_work(tmp_path: Path):
     assert "devices: 3" in shown.out
     help_text = mgpu_pipe("--help", folder=tmp_path)
     assert help_text.code == 0
-    assert "strategy: ddp, single, zero1, zero2, zero3" in help_text.out
+    assert "strategy: ddp, fsdp, hsdp, single, zero1, zero2, zero3" in help_text.out
     assert "mgpu-pipe check experiment=quickstart" in help_text.out
     assert list(tmp_path.iterdir()) == []
 
