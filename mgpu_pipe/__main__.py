@@ -1,8 +1,6 @@
 """``python -m mgpu_pipe`` is the program ``mgpu-pipe``."""
 
-import sys
-
-from mgpu_pipe.cli import main
+from mgpu_pipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

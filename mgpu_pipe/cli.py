@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigErrors, MgpuError
 
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 PROGRAM = "mgpu-pipe"
 Job = Callable[["Composition"], int]
 WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
+
+
+def program() -> NoReturn:
+    """The command ``mgpu-pipe``."""
+    code = main()
+    if "torch" in sys.modules:
+        from mgpu_pipe.launch.leave import leave
+
+        leave(code)
+    sys.exit(code)
 
 
 def main(arguments: list[str] | None = None) -> int:

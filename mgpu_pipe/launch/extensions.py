@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +17,12 @@ from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 
 BUILDER = ("-m", "mgpu_pipe.strategies.build_extension")
 READY, LOG = "ready", "build.log"
+CPU_INFORMATION = Path("/proc/cpuinfo")
 TOLD = "compiling DeepSpeed's NVMe access, once; this takes some minutes"
 
 
@@ -38,14 +42,28 @@ def prepare_extensions(config: RunConfig) -> None:
     with _locked(folder.with_suffix(".lock")):
         if not (folder / READY).exists():
             _build(folder, device_type(config))
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    os.environ[FOLDER] = str(folder)
 
 
 def extension_folder(config: RunConfig) -> Path:
-    """Where extensions of this Python, torch and DeepSpeed are kept."""
+    """Where extensions of this Python, torch, DeepSpeed and kind of processor are kept.
+
+    The compiler is told to use every instruction of the processor, and a cluster's nodes share a home folder.
+    """
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device_type(config)}"
+    processor = f"{platform.machine()}-{_instructions()}"
+    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device_type(config)}-{processor}"
     return cache_folder(config.data.cache_dir) / "extensions" / name
+
+
+def _instructions() -> str:
+    """A short digest of the instruction sets that the processor has."""
+    try:
+        lines = CPU_INFORMATION.read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(" ".join(sorted(flags.split())).encode()).hexdigest()[:8]
 
 
 def _build(folder: Path, device: str) -> None:

@@ -21,6 +21,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.failure import write_error
+from mgpu_pipe.launch.leave import leave
 from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
@@ -188,7 +189,4 @@ def _live_stream() -> TextIO | None:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code)
+    leave(main(Path(sys.argv[1])))

@@ -5,8 +5,6 @@ Lightning's own DeepSpeedStrategy refuses the CPU. DeepSpeed is imported when a 
 
 from __future__ import annotations
 
-import logging
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,10 +25,13 @@ from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
+from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.swap_folder import claim
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
-from mgpu_pipe.strategies.zero_state import SwappedState, ZeroState, ZeroThreeState, ZeroTwoState, fragment_pieces
+from mgpu_pipe.strategies.zero_engine import LossModule, prepare_deepspeed, zero_engine
+from mgpu_pipe.strategies.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
+from mgpu_pipe.strategies.zero_state import ZeroState, fragment_pieces
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
@@ -38,18 +39,6 @@ if TYPE_CHECKING:
 
 MicroBatch = dict[str, torch.Tensor]
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-class LossModule(nn.Module):
-    """What DeepSpeed's engine runs: from a micro-batch to the sum of its losses."""
-
-    def __init__(self, objective: Objective) -> None:
-        super().__init__()
-        self.model = objective.model
-        self._loss = objective.micro_batch_loss
-
-    def forward(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._loss(micro_batch)
 
 
 class DeepSpeedStrategy(EngineStrategy):
@@ -141,8 +130,8 @@ class DeepSpeedStrategy(EngineStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         objective = self.objective
-        _prepare_deepspeed(self._device)
-        self._claim_swap_folder()
+        prepare_deepspeed(self._device)
+        self._prepare_swapping()
         self.parallelise(objective.model)
         self.model = objective
         self.setup_optimizers(trainer)
@@ -153,11 +142,12 @@ class DeepSpeedStrategy(EngineStrategy):
         self.optimizers = [self.state.optimizer]
         self.setup_precision_plugin()
 
-    def _claim_swap_folder(self) -> None:
-        """Give the files of ``strategy.offload=nvme`` a folder of this run. A collective call."""
+    def _prepare_swapping(self) -> None:
+        """Give the files of ``strategy.offload=nvme`` their access and a folder of this run. A collective call."""
         zero = self.settings["zero_optimization"]
         place = zero.get("offload_optimizer", {})
         if place.get("device") == "nvme":
+            load_extensions()
             token = self.broadcast(secrets.token_hex(8))
             own = {**place, "nvme_path": str(claim(Path(place["nvme_path"]), token))}
             self.settings["zero_optimization"] = {**zero, "offload_optimizer": own}
@@ -177,7 +167,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def _start_engine(self, objective: Objective, optimizer: torch.optim.Optimizer) -> None:
         model = objective.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._engine = _engine(LossModule(objective), optimizer, self.settings)
+        self._engine = zero_engine(LossModule(objective), optimizer, self.settings)
         zero = self._engine.optimizer
         kind = ZeroTwoState if self.stage < 3 else SwappedState if zero.swap_optimizer else ZeroThreeState
         self._state = kind(zero, names, dist.get_rank())
@@ -339,31 +329,3 @@ def _gather_parts(parameter: nn.Parameter, values: torch.Tensor) -> None:
     whole = torch.empty(size * ranks, dtype=values.dtype, device=values.device)
     dist.all_gather_into_tensor(whole, mine)
     parameter.data.view(-1).copy_(whole[: parameter.numel()])
-
-
-def _prepare_deepspeed(device: torch.device) -> None:
-    """Import DeepSpeed for this device, keep its log to warnings, and let it use the process group there is."""
-    if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.WARNING)
-    # DeepSpeed compiles an all-reduce for inference on the CPU when it meets a process group; training never calls it.
-    deepspeed.ops.__compatible_ops__ = {}
-    deepspeed.init_distributed(dist_init_required=False)
-
-
-def _engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
-
-    class ZeroEngine(DeepSpeedEngine):
-        """ZeRO under every precision: DeepSpeed has another optimizer for bf16 at stage 1."""
-
-        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-            return str(ZERO_OPTIMIZATION)
-
-    config = DeepSpeedConfig(settings)
-    return ZeroEngine(args=None, model=module, optimizer=optimizer, config=settings, config_class=config)

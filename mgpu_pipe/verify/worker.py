@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.launch.leave import leave
 from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.worker import leave_error
 
@@ -54,3 +55,4 @@ def _run(paths: RunPaths, rank: int, lifeline: Lifeline | None) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave(0)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.launch.extensions import extension_folder, prepare_extensions
+from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.offload import compiler_errors
+from mgpu_pipe.strategies.build_extension import FOLDER
 
 CELLS: dict[tuple[str, str, str], str] = {}
 """(strategy, model, feature) -> the worst error over its bound, or what went wrong."""
@@ -35,10 +36,5 @@ def nvme_extension() -> str:
     if missing:
         pytest.skip("; ".join(str(error) for error in missing))
     config, _ = compose(["strategy=zero3_nvme"])
-    held = os.environ.get("TORCH_EXTENSIONS_DIR")
     prepare_extensions(config)
-    if held is None:
-        del os.environ["TORCH_EXTENSIONS_DIR"]
-    else:
-        os.environ["TORCH_EXTENSIONS_DIR"] = held
-    return str(extension_folder(config))
+    return os.environ.pop(FOLDER)

@@ -19,6 +19,7 @@ from mgpu_pipe.checkpoint.host import select
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.base import NonFiniteStep
+from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -123,8 +124,8 @@ def trained(
 
 
 def with_extensions_in(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)`` where torch finds compiled extensions in ``folder``."""
-    os.environ["TORCH_EXTENSIONS_DIR"] = folder
+    """``function(*arguments)`` where a worker finds compiled extensions in ``folder``."""
+    os.environ[FOLDER] = folder
     return function(*arguments)
 
 

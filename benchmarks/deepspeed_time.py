@@ -1,0 +1,122 @@
+"""The time of a ZeRO-3 step on two CPU processes, over DeepSpeed's own engine loop.
+
+Both train the same model on the same windows with the same DeepSpeed settings, in blocks that alternate within the
+same two processes; DeepSpeed clips by its own norm there. ``python -m benchmarks.deepspeed_time``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.support import finish
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.loader import train_windows
+from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
+from mgpu_pipe.strategies.zero_engine import LossModule
+from mgpu_pipe.topology import BatchPlan
+from mgpu_pipe.training.metrics_file import read_metrics
+from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.run import train
+
+WORLD, BLOCKS, STEPS, WARM_UP, TIMEOUT_S = 2, 3, 10, 3, 300.0
+
+
+def framework_block(config: RunConfig, prepared: PreparedData, folder: str) -> list[float]:
+    paths = RunPaths(Path(folder))
+    if dist.get_rank() == 0:
+        paths.metrics.unlink(missing_ok=True)
+        freeze(config, paths.config)
+    dist.barrier()
+    train(config, paths, prepared)
+    return read_metrics(paths.metrics)["throughput/step_s"][WARM_UP:] if dist.get_rank() == 0 else []
+
+
+def deepspeed_block(config: RunConfig, prepared: PreparedData) -> list[float]:
+    import deepspeed
+
+    plan = BatchPlan.resolve(config.data, WORLD)
+    settings = {**deepspeed_config(config, plan), "gradient_clipping": config.trainer.gradient_clip_val}
+    model = materialise(build_meta(config.model), config.seed, "cpu")
+    build = optimizer_factory(config.optimizer)
+    module = LossModule(CausalLMObjective(model, build, lambda step: 1.0, config.objective.loss_chunk_tokens))
+    engine, *_ = deepspeed.initialize(model=module, optimizer=build(model), config=settings)
+    seconds: list[float] = []
+    windows = train_windows(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)
+    mark = time.perf_counter()
+    for window in windows:
+        total = torch.zeros(())
+        for micro_batch in window.micro_batches:
+            loss = engine(micro_batch)
+            engine.backward(loss * (WORLD / window.normalizer), scale_wrt_gas=False)
+            engine.step()
+            total += loss.detach()
+        dist.all_reduce(total)
+        total.item()
+        now = time.perf_counter()
+        seconds.append(now - mark)
+        mark = now
+    engine.destroy()
+    return seconds[WARM_UP:]
+
+
+def worker(rank: int, store: str, folder: str, out: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), DS_ACCELERATOR="cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD,
+                            timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip
+    config, _ = compose(["model=llama_tiny", "strategy=zero3", f"trainer.devices={WORLD}", f"trainer.max_steps={STEPS}",
+                         "data.global_batch_size=16", "checkpoint=none", "data.validation_max_samples=8",
+                         "logger=none", "trainer.progress=off"])  # fmt: skip
+    prepared = prepare(config)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(BLOCKS):
+        ours += framework_block(config, prepared, folder)
+        theirs += deepspeed_block(config, prepared)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        out.send([statistics.median(ours), statistics.median(theirs)])
+
+
+def main() -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (str(Path(folder) / "store"), str(Path(folder) / "run"), sender)
+        processes = [context.Process(target=worker, args=(rank, *arguments)) for rank in range(WORLD)]
+        (Path(folder) / "run").mkdir()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            sys.exit("a process failed")
+        ours, theirs = receiver.recv()
+    out = finish(
+        "deepspeed_time", "ZeRO-3 step, two CPU processes, fp32: mgpu_pipe over DeepSpeed's own engine loop",
+        ["model", "mgpu_pipe ms", "DeepSpeed ms", "ratio"], [["llama_tiny", ours * 1e3, theirs * 1e3, ours / theirs]],
+        f"Medians of {BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating.",
+    )
+    print(f"written: {out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

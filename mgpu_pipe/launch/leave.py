@@ -1,0 +1,24 @@
+"""The end of a process that used torch."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with ``code``: threads are joined, exit hooks run, streams flushed, and nothing is torn down.
+
+    The interpreter's own end destroys process groups while threads of theirs may still run; now and then that aborts
+    a process whose work is done ("terminate called without an active exception"), and a finished run looks crashed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the reader may have left
+            stream.flush()
+    os._exit(code)

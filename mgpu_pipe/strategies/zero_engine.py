@@ -1,0 +1,56 @@
+"""DeepSpeed's engine as this project runs it. The one place that imports DeepSpeed's engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mgpu_pipe.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class LossModule(nn.Module):
+    """What DeepSpeed's engine runs: from a micro-batch to the sum of its losses."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.model = objective.model
+        self._loss = objective.micro_batch_loss
+
+    def forward(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss(micro_batch)
+
+
+def prepare_deepspeed(device: torch.device) -> None:
+    """Import DeepSpeed for this device, keep its log to warnings, and let it use the process group there is."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # DeepSpeed compiles an all-reduce for inference on the CPU when it meets a process group; training never calls it.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_init_required=False)
+
+
+def zero_engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    class ZeroEngine(DeepSpeedEngine):
+        """ZeRO under every precision: DeepSpeed has another optimizer for bf16 at stage 1."""
+
+        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+            return str(ZERO_OPTIMIZATION)
+
+    config = DeepSpeedConfig(settings)
+    return ZeroEngine(args=None, model=module, optimizer=optimizer, config=settings, config_class=config)

@@ -1,0 +1,184 @@
+"""The fields of DeepSpeed's ZeRO optimizers (checked against DeepSpeed 0.19), by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mgpu_pipe.strategies.zero_state import Fragment, ZeroState, is_flat
+
+
+class ZeroTwoState(ZeroState):
+    """Stages 1 and 2: whole weights on every rank, in one flat buffer a group that the ranks cut equally."""
+
+    def __init__(self, zero: Any, names: Mapping[int, str], rank: int) -> None:
+        fragments: list[Fragment] = []
+        for group, parameters in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[group])
+            low, high = rank * size, (rank + 1) * size
+            for parameter, at in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
+                start, stop = max(low, at), min(high, at + parameter.numel())
+                if start < stop:
+                    name, shape = names[id(parameter)], tuple(parameter.shape)
+                    fragments.append(Fragment(name, shape, start - at, stop - start, group, start - low))
+        super().__init__(zero, fragments)
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.zero.single_partition_of_fp32_groups)
+
+    def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
+        if self.zero.cpu_offload:
+            offloaded = [flat.grad for flat in self.masters()]
+            return [(f, f.of(offloaded[f.group])) for f in self.fragments]  # type: ignore[arg-type]
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for group, tensors in self.zero.averaged_gradients.items():
+            at = 0
+            for tensor in tensors or []:
+                found[group, at] = tensor.detach().view(-1)
+                at += tensor.numel()
+        there = {group for group, tensors in self.zero.averaged_gradients.items() if tensors is not None}
+        return [(f, found[f.group, f.offset][: f.numel]) for f in self.fragments if f.group in there]
+
+    def clear_gradients(self) -> None:
+        if self.zero.cpu_offload:
+            for flat in self.masters():
+                assert flat.grad is not None
+                flat.grad.zero_()
+
+    def weights_written(self) -> None:
+        self.zero.update_lp_params()
+
+
+class ZeroThreeState(ZeroState):
+    """Stage 3: of every parameter each rank holds an equal part, padded."""
+
+    def __init__(self, zero: Any, names: Mapping[int, str], rank: int) -> None:
+        fragments: list[Fragment] = []
+        self._parameters: list[Any] = []
+        for parameters in zero.fp16_groups:
+            for parameter in parameters:
+                group, offset, size = zero.grad_position[zero.get_param_id(parameter)]
+                start = rank * size
+                numel = min(size, parameter.ds_numel - start)
+                if numel > 0:
+                    name, shape = names[id(parameter)], tuple(parameter.ds_shape)
+                    fragments.append(Fragment(name, shape, start, numel, group, offset))
+                    self._parameters.append(parameter)
+        super().__init__(zero, fragments)
+        # The buffer is laid out in the order of all groups' parameters, wherever the update takes its gradients from.
+        at, self._at = 0, dict[int, int]()
+        for parameters in zero.fp16_groups:
+            for parameter in parameters:
+                self._at[id(parameter)] = at
+                at += parameter.partition_numel()
+        self._factor = 1.0
+        # Norm and clipping are done when DeepSpeed's update begins.
+        zero._get_norm_groups = lambda: [torch.ones(())]
+        zero.unscale_and_clip_grads = self._take_gradients
+
+    def masters(self) -> list[torch.Tensor]:
+        return list(self.zero.fp32_partitioned_groups_flat)
+
+    def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
+        # Gradients are accumulated here, also where the update takes them from elsewhere (offload).
+        buffer = self.zero.grad_partitions_flat_buffer
+        return [
+            (f, buffer.narrow(0, self._at[id(parameter)], f.numel))
+            for f, parameter in zip(self.fragments, self._parameters, strict=True)
+        ]
+
+    def clear_gradients(self) -> None:
+        # DeepSpeed overwrites a part in the first backward pass that produces it, and keeps it where none does.
+        self.zero.grad_partitions_flat_buffer.zero_()
+        self._factor = 1.0
+        if self.zero.offload_optimizer:
+            for flat in self.masters():
+                if flat.grad is not None:
+                    flat.grad.zero_()
+
+    def clip(self, factor: float) -> None:
+        super().clip(factor)
+        self._factor = factor
+
+    def _take_gradients(self, group: int, norm: object) -> None:
+        """In the place of DeepSpeed's clipping, just before the update of a group."""
+        if self.zero.offload_optimizer and self._factor != 1.0:
+            self._copy_gradients(group)
+
+    def _copy_gradients(self, group: int) -> None:
+        gradient = self.masters()[group].grad
+        if gradient is not None:
+            for f, values in self.gradients():
+                if f.group == group:
+                    f.of(gradient).copy_(values)
+
+    def weights_written(self) -> None:
+        for group in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        self._gather_persistent()
+
+    def _gather_persistent(self) -> None:
+        """Parameters that a raw setting keeps whole on every rank."""
+        persistent = self.zero.persistent_parameters
+        if persistent:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+
+class SwappedState(ZeroThreeState):
+    """Stage 3 with the optimizer state on a disk: large groups are in memory during their own update only.
+
+    What is read or written between steps is a copy in memory, which :meth:`weights_written` writes back and the next
+    step drops.
+    """
+
+    def __init__(self, zero: Any, names: Mapping[int, str], rank: int) -> None:
+        super().__init__(zero, names, rank)
+        self._copies: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+
+    def values(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        if not self.zero._swappable_optimizer_subgroup(group):
+            return super().values(group)
+        if group not in self._copies:
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+            flat, state = super().values(group)
+            copy = {key: value.clone() if is_flat(value, flat) else value for key, value in state.items()}
+            self._copies[group] = flat.clone(), copy
+            self.zero._release_swap_buffers(group)
+        return self._copies[group]
+
+    def add_state(self, group: int, key: str, value: torch.Tensor) -> None:
+        if group in self._copies:
+            self._copies[group][1][key] = value
+        else:
+            super().add_state(group, key, value)
+
+    def clear_gradients(self) -> None:
+        self._copies.clear()
+        super().clear_gradients()
+
+    def weights_written(self) -> None:
+        for group in range(len(self.zero.fp16_groups)):
+            copied = self._copies.pop(group, None)
+            if copied is None:
+                if not self.zero._swappable_optimizer_subgroup(group):
+                    self.zero._reassign_or_swap_out_partitioned_parameters(group)
+                continue
+            self.zero._optimizer_states_and_gradient_swap_in(group)
+            flat, state = super().values(group)
+            flat.copy_(copied[0])
+            for key, value in copied[1].items():
+                if is_flat(state.get(key), flat):
+                    state[key].copy_(value)
+                else:
+                    super().add_state(group, key, value)
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            self.zero._optimizer_states_and_gradient_swap_out(group)
+        self._gather_persistent()
+
+    def _take_gradients(self, group: int, norm: object) -> None:
+        # What was swapped out may be the last window's, or not clipped.
+        if self._factor != 1.0 or self.zero._swappable_optimizer_subgroup(group):
+            self._copy_gradients(group)
