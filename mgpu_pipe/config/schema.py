@@ -138,6 +138,20 @@ class FullyShardConfig:
 
 
 @dataclass
+class PipelineOptions:
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    """Order of forward and backward passes; those after 1f1b put two stages on a rank."""
+    layers: list[int] = field(default_factory=list)
+    """Layers of every stage, the first stage's first; empty balances them by cost, embedding and head counted."""
+
+
+@dataclass
+class ContextOptions:
+    method: Literal["ring", "ulysses"] = "ring"
+    """ring sends keys and values round; ulysses exchanges sequence for heads, which cp has to divide."""
+
+
+@dataclass
 class DeepSpeedOptions:
     stage: Literal[1, 2, 3] = 3
     """ZeRO stage: 1 shards the optimizer state, 2 gradients too, 3 weights too."""
@@ -161,6 +175,12 @@ class StrategyConfig:
     """Context-parallel size."""
     ep: int | Auto = 1
     """Expert-parallel size; re-cuts dp_shard * tp."""
+    sequence_parallel: bool = False
+    """Split activations along the sequence between the tensor-parallel regions (needs tp)."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """Options of pp."""
+    context: ContextOptions = field(default_factory=ContextOptions)
+    """Options of cp."""
     bucket_mib: float = 25.0
     """Size of a gradient bucket of the all-reduce, in MiB."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

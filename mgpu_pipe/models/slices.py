@@ -20,7 +20,8 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, check_loading, materialise_empty
 from mgpu_pipe.models.folder import check_model_folder, weight_files
-from mgpu_pipe.models.parts import PartOf, local_tensor
+from mgpu_pipe.models.layout import Layout, layouts_of, unsharded_shape
+from mgpu_pipe.models.parts import local_tensor, parts_held
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,39 @@ class _Source:
 
     keys: list[str]
     converted: bool
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A parameter to fill, and where what this rank holds of it lies."""
+
+    parameter: torch.nn.Parameter
+    layout: Layout | None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return unsharded_shape(self.parameter, self.layout)
+
+    @torch.no_grad()
+    def copy(self, stored: Any) -> None:
+        """Take this rank's parts of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
+        local = local_tensor(self.parameter)
+        for block, part in parts_held(self.parameter, self.layout):
+            ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
+            block.of(local).copy_(stored[ranges] if ranges else stored[...])
+
+
+def _targets(model: torch.nn.Module) -> dict[str, _Target]:
+    """The parameters that this rank has a part of, under every name that they have in the unsharded model."""
+    layouts = layouts_of(model)
+    by_identity = {id(parameter): layouts.get(name) for name, parameter in model.named_parameters()}
+    found: dict[str, _Target] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        target = _Target(parameter, by_identity[id(parameter)])
+        found[name] = target
+        if target.layout is not None:
+            found.setdefault(target.layout.name, target)
+    return found
 
 
 def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.device | str) -> PreTrainedModel:
@@ -47,25 +81,25 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
     folder = Path(source.path).expanduser()
     check_model_folder(folder)
     materialise_empty(model, device)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    targets = _targets(model)
     twin = build_meta(replace(source, freeze=[]))
     with ExitStack() as stack:
         files = {name: stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)}
         held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
         sources, unexpected = _sources(twin, list(held))
         mismatched = set()
-        filled = _convert(twin, sources, held, parameters)
+        filled = _convert(twin, sources, held, targets)
         for name, made_of in sources.items():
-            target = parameters.get(name)
+            target = targets.get(name)
             if target is None or made_of.converted:
                 continue  # a buffer; or done already
             stored = held[made_of.keys[0]].get_slice(made_of.keys[0])
-            if tuple(stored.get_shape()) == tuple(target.shape):
-                _copy(target, stored)
+            if tuple(stored.get_shape()) == target.whole:
+                target.copy(stored)
                 filled.add(name)
             else:
                 mismatched.add(name)
-    done = {id(parameters[name]) for name in filled | mismatched}
+    done = {id(targets[name].parameter) for name in filled | mismatched}
     missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
     found = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
     check_loading(folder, found, set())
@@ -98,7 +132,7 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 def _convert(
     twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Any],
-    parameters: Mapping[str, torch.nn.Parameter],
+    targets: Mapping[str, _Target],
 ) -> set[str]:
     """Fill what transformers makes of several tensors, one parameter at a time; names of what came out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -107,7 +141,7 @@ def _convert(
 
     filled = set()
     for name, made_of in sources.items():
-        if not made_of.converted or name not in parameters:
+        if not made_of.converted or name not in targets:
             continue
         tensors = {key: held[key].get_slice(key) for key in made_of.keys}
         mapping: Any = get_model_conversion_mapping(twin)
@@ -117,8 +151,9 @@ def _convert(
         for other, value in list(twin.named_parameters(remove_duplicate=False)):
             if value.is_meta:
                 continue
-            if value.shape == parameters[other].shape:
-                _copy(parameters[other], value)
+            target = targets.get(other)
+            if target is not None and tuple(value.shape) == target.whole:
+                target.copy(value)
                 filled.add(other)
             module, _, attribute = other.rpartition(".")
             twin.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(value.to("meta"))
@@ -136,13 +171,3 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-@torch.no_grad()
-def _copy(parameter: torch.nn.Parameter, stored: Any) -> None:
-    """This rank's part of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
-    part = PartOf.held(parameter)
-    if 0 in part.shape:
-        return
-    ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
-    local_tensor(parameter).copy_(stored[ranges] if ranges else stored[...])

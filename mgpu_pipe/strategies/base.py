@@ -74,7 +74,7 @@ class EngineStrategy(ParallelStrategy):
     @property
     def holds_whole_model(self) -> bool:
         """Whether one rank alone can run the trained model: no part of it is on another rank only."""
-        return self.dims.dp_shard == 1
+        return not self.dims.cuts_the_model
 
     @property
     def objective(self) -> Objective:
@@ -103,8 +103,9 @@ class EngineStrategy(ParallelStrategy):
         raise NotImplementedError
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over the data-parallel processes, in place. A collective call."""
-        if self.dims.data_parallel_size > 1:
+        """Sum of a tensor over all processes, in place; those that share their samples add zeros but one. Collective.
+        """
+        if self.dims.world_size > 1:
             dist.all_reduce(values)
         return values
 

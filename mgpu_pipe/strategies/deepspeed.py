@@ -16,13 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.adapters import named_tensor_pieces
+from mgpu_pipe.checkpoint.adapters import tensor_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
+from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
+from mgpu_pipe.parallel.memory import ForwardMeter, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.build_extension import load_extensions
@@ -57,6 +60,8 @@ class DeepSpeedStrategy(EngineStrategy):
         seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given.
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
+        activation_checkpointing: ``none``, ``full`` or ``selective``.
+        compile_model: compile each block.
     """
 
     strategy_name = "mgpu_deepspeed"
@@ -73,6 +78,8 @@ class DeepSpeedStrategy(EngineStrategy):
         seed: int = 0,
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        activation_checkpointing: Mode = "none",
+        compile_model: bool = False,
     ) -> None:
         super().__init__(dims, device)
         self.settings = dict(settings)
@@ -83,6 +90,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self._seed = seed
         self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
+        self._activation_checkpointing: Mode = activation_checkpointing
+        self._compile_model = compile_model
         self._engine: DeepSpeedEngine | None = None
         self._state: ZeroState | None = None
         self._initial: Shards = {}
@@ -90,6 +99,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
+        self._memory: dict[str, int] = {}
 
     @classmethod
     def from_config(
@@ -112,6 +122,8 @@ class DeepSpeedStrategy(EngineStrategy):
             seed=config.seed,
             dropout_seed=dropout_seed,
             stop_requested=stop_requested,
+            activation_checkpointing=config.strategy.activation_checkpointing,
+            compile_model=config.model.compile,
         )
 
     # -- assembling ---------------------------------------------------------------------------------------------
@@ -155,6 +167,9 @@ class DeepSpeedStrategy(EngineStrategy):
     def parallelise(self, model: nn.Module) -> None:
         """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""
         dtype = COMPUTE_DTYPES[self._precision]
+        apply_activation_checkpointing(model, self._activation_checkpointing)
+        if self._compile_model:
+            compile_blocks(model)
         if self.stage == 3:
             seed = self._seed if self._materialise is not None else None
             self._initial = partition_model(model, self.settings, seed, self._device, dtype)
@@ -211,13 +226,26 @@ class DeepSpeedStrategy(EngineStrategy):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(window.micro_batches) - 1)
-            loss = engine(micro_batch)
+            loss = self._forward(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
             loss_sum += loss.detach()
         return self._finish_step(window, loss_sum)
 
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """The micro-batch's loss; the first one's activations are measured."""
+        if "activations" in self._memory or self._compile_model:
+            loss: torch.Tensor = self.engine(micro_batch)
+            return loss
+        before = storage_bytes(self.objective.model.parameters())
+        with ForwardMeter(self._device) as meter:
+            loss = self.engine(micro_batch)
+        gathered = storage_bytes(self.objective.model.parameters()) - before
+        self._memory["activations"] = max(0, meter.left_bytes() - gathered)
+        return loss
+
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
+        self._memory.setdefault("gradients", storage_bytes(gradients))
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
@@ -269,6 +297,22 @@ class DeepSpeedStrategy(EngineStrategy):
     def holds_whole_model(self) -> bool:
         return self.stage < 3
 
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps in memory: weights with their fp32 masters, gradients, optimizer state, activations.
+
+        Activations are what the run's first forward pass left for its backward pass (not known where blocks are
+        compiled); gradients are those after the first window. What lies on a disk is in none.
+        """
+        parameters = list(self.objective.model.parameters())
+        parts = [part for p in parameters if (part := getattr(p, "ds_tensor", None)) is not None]
+        states = [v for state in self.state.optimizer.state.values() for v in state.values()]
+        return {
+            "weights": storage_bytes([*parameters, *parts, *self.state.masters()]),
+            "gradients": self._memory.get("gradients", 0),
+            "optimizer": storage_bytes(v for v in states if isinstance(v, torch.Tensor)),
+            **{name: size for name, size in self._memory.items() if name == "activations"},
+        }
+
     # -- state --------------------------------------------------------------------------------------------------
 
     def model_pieces(self) -> list[Piece]:
@@ -312,7 +356,7 @@ class DeepSpeedStrategy(EngineStrategy):
                 start, stop = equal_part(shape_numel(shape), dist.get_rank(), dist.get_world_size())
                 pieces += fragment_pieces(name, shape, start, part.narrow(0, 0, stop - start))
             else:
-                pieces += named_tensor_pieces([(name, parameter)])
+                pieces += tensor_pieces(name, parameter)
         return pieces
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
+from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
@@ -286,7 +286,7 @@ class MeshStrategy(EngineStrategy):
     def model_pieces(self) -> list[Piece]:
         """This rank's parts of the weights, as live tensors."""
         self._settle()
-        return named_tensor_pieces(self.objective.model.named_parameters())
+        return model_pieces(self.objective.model)
 
     def optimizer_pieces(self) -> list[Piece]:
         """This rank's parts of the optimizer state, as live tensors."""
@@ -296,8 +296,7 @@ class MeshStrategy(EngineStrategy):
     def gradient_pieces(self) -> list[Piece]:
         """This rank's parts of the gradients, as live tensors."""
         self._settle()
-        named = ((n, p.grad) for n, p in self.objective.model.named_parameters() if p.grad is not None)
-        return named_tensor_pieces(named)
+        return gradient_pieces(self.objective.model)
 
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""

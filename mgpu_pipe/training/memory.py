@@ -84,7 +84,7 @@ def estimated_parts(
     """Bytes a rank of each part: measured where they are known, else from the closed form."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    shards = dims.dp_shard
+    shards = dims.world_size // dims.dp_replicate
     config = model.config.get_text_config()
     tokens = plan.micro_batch_size * seq_len
     # Activations of a layer in half precision, attention by a fused kernel: 34 bytes a token and width

@@ -93,7 +93,7 @@ def train(
     total_steps = _horizon(config, reader, max_steps)
 
     # DeepSpeed partitions a loaded model; the mesh engine reads each rank's own slices.
-    by_slices = config.strategy.engine == "mesh" and (dims.dp_shard > 1 or config.strategy.offload == "cpu")
+    by_slices = config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
     model, fill = _build_model(config, device, sharded=by_slices)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(

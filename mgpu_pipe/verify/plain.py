@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
+from mgpu_pipe.checkpoint.adapters import model_pieces, optimizer_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import IGNORE_INDEX
@@ -89,7 +89,7 @@ class PlainRun:
         return PlainStep(sum(losses), norm, gradients)
 
     def weights(self) -> list[Piece]:
-        return named_tensor_pieces(self.model.named_parameters())
+        return model_pieces(self.model)
 
     def optimizer_state(self) -> list[Piece]:
         return optimizer_pieces(self.model, self.optimizer)

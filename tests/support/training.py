@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -21,8 +21,11 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.plans import decoder_blocks
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
+from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
@@ -45,6 +48,8 @@ class Case:
     freeze: tuple[str, ...] = ()
     branches: bool = False
     steps: int = 5
+    zero_stage: Literal[1, 2, 3] | None = None
+    """DeepSpeed's engine instead of the mesh's."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the strategy."""
 
@@ -183,6 +188,22 @@ class Watch(pl.Callback):
         self.gradients = copied(trainer.strategy.gradient_pieces())
 
 
+def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
+    """The mesh engine, or DeepSpeed's where the case names a ZeRO stage."""
+    common: dict[str, Any] = {
+        "precision": case.precision, "max_norm": case.max_norm, "materialise": filled,
+        "activation_checkpointing": case.checkpointing,
+    }  # fmt: skip
+    if case.zero_stage is None:
+        return MeshStrategy(dims, CPU, bucket_mib=0.01, **common, **case.options)
+    plan = BatchPlan(case.samples, dims.dp_shard, case.samples // dims.dp_shard // case.micro_batches)
+    # A branch that some ranks take: ZeRO-3 has to gather the whole block on all of them.
+    block = "h.0" if case.model == "gpt2" else "layers.0"
+    raw = {"zero_optimization": {"leaf_module": {"name_suffixes": [block]}}} if case.branches else None
+    settings = generate(plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, raw=raw)
+    return DeepSpeedStrategy(dims, CPU, settings, seed=SEED, **common, **case.options)
+
+
 def copied(pieces: list[Piece]) -> list[Piece]:
     return [Piece(piece.box, piece.global_shape, piece.tensor.clone()) for piece in pieces]
 
@@ -195,10 +216,7 @@ def trained(
     for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    strategy = MeshStrategy(
-        dims, CPU, precision=case.precision, max_norm=case.max_norm, bucket_mib=0.01,
-        materialise=filled, activation_checkpointing=case.checkpointing, **case.options,
-    )  # fmt: skip
+    strategy = strategy_of(case, dims)
     model = built(case)
     cls = BranchObjective if case.branches else CausalLMObjective
     objective = cls(model, adamw, lambda step: 1.0, 7)
