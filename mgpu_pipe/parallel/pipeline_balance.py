@@ -57,7 +57,7 @@ class StageContent:
         layers = f"layer {self.layers.start}" if len(self.layers) == 1 else f"layers {self.layers[0]}-{self.layers[-1]}"
         parts = ["embedding"] * self.first + [layers] + ["norm and head"] * self.last
         size = self.parameters / 1e6
-        return f"stage {self.stage} on rank {self.rank}: {', '.join(parts)}, {size:.3g}M parameters, {self.share:.0%}"
+        return f"stage {self.stage} on rank {self.rank}: {', '.join(parts)}, {size:.3g}M parameters, {self.share:.0%} of the work"
 
 
 def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
