@@ -93,7 +93,8 @@ class SequenceContext:
 
 
 _active: SequenceContext | None = None
-"""Not a thread's own: on CUDA the backward pass, which may compute a block again, runs on another thread."""
+"""A process runs one forward pass at a time. Not a thread's own, for on CUDA the backward pass, which may compute a
+block again, runs on another thread."""
 
 
 def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Method) -> None:
@@ -171,7 +172,7 @@ def _attention(
         )
     wanted = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
     wanted += ["dropout"] if dropout else []
-    wanted += ["attention_mask"] if attention_mask is not None else []
+    wanted += ["a mask beyond causal attention inside documents"] if attention_mask is not None else []
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         wanted.append("attention that is not causal")
     if sliding_window is not None and sliding_window < context.documents.shape[1]:
@@ -193,7 +194,12 @@ def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """transformers' form of a mask function: none in a context, that of sdpa without one."""
     from transformers.masking_utils import sdpa_mask
 
-    return sdpa_mask(*args, **kwargs) if _active is None else None
+    if _active is None:
+        return sdpa_mask(*args, **kwargs)
+    local_size = kwargs.get("local_size")
+    windowed = local_size is not None and local_size < _active.documents.shape[1]
+    # Models make masks that no layer takes; the layer that takes this one refuses it.
+    return torch.empty(0) if windowed or kwargs.get("use_vmap") else None
 
 
 def _register() -> None:
