@@ -29,6 +29,9 @@ from mgpu_pipe.parallel.expert_exchange import (
 DISPATCHED = "ep_dispatch_experts"
 """transformers' name, in an ``ep_plan``, of a module of packed experts whose tokens are dispatched."""
 
+COMPUTED = "mgpu_computed_rows"
+"""The attribute of a cut experts module that counts what it computed."""
+
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of packed experts of ``model`` by their names, in the order of the layers; none if it is dense."""
@@ -96,12 +99,23 @@ def number_of_experts(module: nn.Module) -> int:
     return int(next(module.parameters()).shape[0])
 
 
+def is_first_forward() -> bool:
+    """Whether this is a training forward pass, and not its recomputation within a backward pass."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def computed_rows(module: nn.Module) -> int | None:
+    """The slots that a cut experts module computed in training so far; None where its experts are whole."""
+    return module.__dict__.get(COMPUTED)
+
+
 def _dispatching(
     module: nn.Module, group: dist.ProcessGroup, sliced: dist.ProcessGroup | None
 ) -> Callable[..., torch.Tensor]:
     """The forward pass of a module whose experts were cut, from its own for the local experts."""
     local_forward = module.forward
     num_experts = number_of_experts(module) * group.size()
+    module.__dict__[COMPUTED] = 0
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Shapes (tokens, width), (tokens, top_k), (tokens, top_k); returns (tokens, width)."""
@@ -111,6 +125,8 @@ def _dispatching(
             hidden_states, top_k_index = own_slice(hidden_states, sliced), top_k_index[start:stop]
             top_k_weights = own_slice(top_k_weights, sliced)
         exchange = Exchange.of(top_k_index, num_experts, group)
+        if is_first_forward():
+            module.__dict__[COMPUTED] += sum(exchange.received)
         outputs = _run_local(local_forward, to_experts(hidden_states, exchange), exchange.experts)
         slots = from_experts(outputs, exchange).view(*top_k_index.shape, -1)
         combined = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
