@@ -128,7 +128,7 @@ def _dispatching(
         if is_first_forward():
             module.__dict__[COMPUTED] += sum(exchange.received)
         outputs = _run_local(local_forward, to_experts(hidden_states, exchange), exchange.experts)
-        slots = from_experts(outputs, exchange).view(*top_k_index.shape, -1)
+        slots = from_experts(outputs, exchange).view(*top_k_index.shape, hidden_states.shape[1])
         combined = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
         return gathered_slices(combined, rows, sliced) if sliced is not None else combined
 
