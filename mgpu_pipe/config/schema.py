@@ -95,6 +95,8 @@ class ObjectiveConfig:
     """causal_lm, or a name that a plug-in registers."""
     loss_chunk_tokens: int | Auto = "auto"
     """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+    router_aux_loss: float = 0.0
+    """Coefficient of the routers' balance loss (mixtures of experts), per sequence; not part of train/loss."""
     sample_prompts: list[str] = field(default_factory=list)
     """Prompts continued after training and shown with the result."""
     sample_max_new_tokens: int = 64

@@ -10,9 +10,11 @@ import torch
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
+from mgpu_pipe.objectives.router_loss import RouterLoss
 from mgpu_pipe.objectives.vocabulary_cross_entropy import vocabulary_cross_entropy
 from mgpu_pipe.parallel.vocabulary import shard_of
 
@@ -55,12 +57,18 @@ class CausalLMObjective(Objective):
 
     Args:
         chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+        router_aux_loss: ``objective.router_aux_loss``; 0 leaves the routers alone.
+
+    Attributes:
+        router_loss: the routers' balance loss, for the strategy to say which ranks share sequences; None without one.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
-    ) -> None:
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str,
+        router_aux_loss: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(model, optimizer_factory, learning_rate)
+        self.router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         head = model.get_output_embeddings()  # type: ignore[operator]
         linear = head if chunk_tokens != 0 and isinstance(head, torch.nn.Linear) else None
         self._head = None if linear is None else LossHead(linear, chunk_tokens)
@@ -69,9 +77,20 @@ class CausalLMObjective(Objective):
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, config.objective.loss_chunk_tokens)
+        chosen = config.objective
+        return cls(model, optimizer_factory, learning_rate, chosen.loss_chunk_tokens, chosen.router_aux_loss)
+
+    def start_window(self, window: StepWindow) -> None:
+        if self.router_loss is not None:
+            self.router_loss.start_window(window.normalizer, window.num_samples)
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.router_loss is None or not torch.is_grad_enabled():
+            return self._token_loss(batch)
+        with self.router_loss.collecting():
+            return self.router_loss.added(self._token_loss(batch), batch["labels"])
+
+    def _token_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         inputs = forward_kwargs(cast("PreTrainedModel", self.model), batch)
         if self._head is None:
             return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
@@ -86,7 +105,7 @@ class CausalLMObjective(Objective):
         # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
         log.info("%s changes its logits after the head: they are computed whole", type(self.model).__name__)
         self._head = None
-        return self.micro_batch_loss(batch)
+        return self._token_loss(batch)
 
 
 def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:
