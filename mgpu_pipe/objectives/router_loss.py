@@ -65,6 +65,7 @@ class RouterLoss:
         self._sequence_group: dist.ProcessGroup | None = None
         self._routed: dict[int, _Routed] | None = None
         self._seed: float | None = None
+        self._per_sequence = 0.0
         for number, router in enumerate(routers):
             router.register_forward_hook(self._watch(number))
 
@@ -84,7 +85,8 @@ class RouterLoss:
 
     def start_window(self, normalizer: int, num_samples: int) -> None:
         """Announce a step of ``num_samples`` sequences and ``normalizer`` tokens with a label, over all processes."""
-        self._seed = self.coefficient * normalizer / num_samples
+        self._per_sequence = self.coefficient / num_samples
+        self._seed = self._per_sequence * normalizer
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -127,13 +129,13 @@ class RouterLoss:
         auxiliary = self._seed * self.sequence_sum(labels)
         return loss_sum + (auxiliary - auxiliary.detach()).to(loss_sum.dtype)
 
-    def attached(self, output: torch.Tensor, labels: torch.Tensor, seed: float) -> torch.Tensor:
+    def attached(self, output: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
         """``output``, whose backward pass also seeds the balance loss: for a pipeline's stage without a loss.
 
         Args:
-            seed: what the gradients are to be multiplied by, ``scale * coefficient / num_samples``.
+            scale: the loss scale, which multiplies all gradients.
         """
-        result: torch.Tensor = _Attached.apply(output, self.sequence_sum(labels), seed)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Attached.apply(output, self.sequence_sum(labels), scale * self._per_sequence)  # type: ignore[no-untyped-call]
         return result
 
     def _watch(self, number: int):  # type: ignore[no-untyped-def]

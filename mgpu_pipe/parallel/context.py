@@ -31,6 +31,8 @@ from mgpu_pipe.parallel.context_ulysses import ulysses_attention
 
 NAMES: Mapping[Method, str] = {"ring": "mgpu_ring", "ulysses": "mgpu_ulysses"}
 """Under which transformers knows the attention functions."""
+DOCUMENTS = "documents"
+"""The entry of a part of a micro-batch that holds the document numbers of its whole sequences."""
 AXIS = "mgpu_context_axis"
 """The attribute of a model's root module that holds its :class:`ContextAxis`."""
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "head_mask")
@@ -132,6 +134,26 @@ def context_of(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> Ite
         return
     with _within(SequenceContext.of(micro_batch, axis)):
         yield split_micro_batch(micro_batch, axis.size, axis.rank, axis.method)
+
+
+def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of a whole micro-batch, and its sequences' documents beside it, for :func:`in_sequences`."""
+    axis = context_axis(model)
+    if axis is None:
+        return dict(micro_batch)
+    documents = SequenceContext.of(micro_batch, axis).documents
+    return {**split_micro_batch(micro_batch, axis.size, axis.rank, axis.method), DOCUMENTS: documents}
+
+
+@contextmanager
+def in_sequences(model: nn.Module, part: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Around a forward pass over a part that :func:`with_documents` gave."""
+    axis = context_axis(model)
+    if axis is None:
+        yield
+        return
+    with _within(SequenceContext(axis, part[DOCUMENTS])):
+        yield
 
 
 @contextmanager

@@ -39,7 +39,8 @@ class ShardingOptions:
 
 
 def apply_fully_shard(
-    model: torch.nn.Module, mesh: DeviceMesh, precision: str, options: ShardingOptions | None = None
+    model: torch.nn.Module, mesh: DeviceMesh, precision: str, options: ShardingOptions | None = None,
+    *, experts: Sequence[torch.nn.Module] = (), expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Apply ``fully_shard`` to each unit of ``model`` (see :func:`sharding_units`) and to its root, in place.
 
@@ -48,6 +49,8 @@ def apply_fully_shard(
     Args:
         mesh: one axis, which shards; or ``(dp_replicate, dp_shard)``, each of which may be of size 1.
         precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
+        experts: modules that are units of their own on ``expert_mesh``, which has the form of ``mesh``: other ranks
+            hold the same ones.
 
     Gradients are summed over the processes, not averaged: the loss is divided by the global token count already.
     """
@@ -55,6 +58,11 @@ def apply_fully_shard(
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     shards = mesh.size(mesh.ndim - 1) > 1
+    for module in experts:
+        fully_shard(
+            module, mesh=expert_mesh, mp_policy=policy, offload_policy=offload,
+            reshard_after_forward=_reshard(Unit((module,)), options, True),
+        )  # fmt: skip
     units = sharding_units(model)
     for unit in units:
         modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)

@@ -19,12 +19,14 @@ from torch import nn
 from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
 from mgpu_pipe.parallel.pipeline_cut import StageView, cut_stages
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank
+from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline_timing import forward_slots
 
 MicroBatch = Mapping[str, torch.Tensor]
 LossOf = Callable[[MicroBatch], torch.Tensor]
+InStage = Callable[[MicroBatch, bool, float, Callable[[], torch.Tensor]], torch.Tensor]
+"""Runs a stage's forward pass: the micro-batch, whether the stage is the last, the loss scale, and the pass itself."""
 BoundaryShape = Callable[[MicroBatch], tuple[int, ...]]
 
 
@@ -77,12 +79,14 @@ class Pipeline:
         loss_of: a micro-batch's sum of losses from the whole model's forward pass, a float64 scalar
             (:meth:`Objective.micro_batch_loss`); called on the last stage alone.
         dtype: of hidden states between stages: what the model computes in.
+        in_stage: runs each forward pass of a stage, for what has to be around it.
         boundary_shape: of those hidden states for a micro-batch; (rows, seq_len, hidden_size) if not given.
     """
 
     def __init__(
         self, plan: PipelinePlan, views: Sequence[StageView], group: dist.ProcessGroup, device: torch.device,
         loss_of: LossOf, dtype: torch.dtype = torch.float32, boundary_shape: BoundaryShape | None = None,
+        in_stage: InStage = lambda batch, last, scale, compute: compute(),
     ) -> None:  # fmt: skip
         self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
         self.stages: list[ScheduledStage] = []
@@ -90,8 +94,9 @@ class Pipeline:
         self._device, self._loss_of, self._dtype = device, loss_of, dtype
         self._model = views[0].model
         self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self._in_stage = in_stage
         self._boundary_shape = boundary_shape or self._plain_boundary
-        self._seed = 1.0
+        self._seed = self._loss_scale = 1.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._schedules: dict[tuple[object, ...], tuple[object, list[ScheduledStage]]] = {}
 
@@ -111,7 +116,7 @@ class Pipeline:
         Returns:
             The sum of losses on the rank of the last stage, a float64 scalar; zero on the others.
         """
-        self._seed = loss_scale / normalizer
+        self._seed, self._loss_scale = loss_scale / normalizer, loss_scale
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         count = len(micro_batches)
         schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
@@ -146,10 +151,13 @@ class Pipeline:
         return output
 
     def _forward(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        if not view.last:
-            return view(received, batch)
-        with view.shown(received):
-            return self._loss_of(batch)
+        def compute() -> torch.Tensor:
+            if not view.last:
+                return view(received, batch)
+            with view.shown(received):
+                return self._loss_of(batch)
+
+        return self._in_stage(batch, view.last, self._loss_scale, compute)
 
     def _plain_boundary(self, batch: MicroBatch) -> tuple[int, ...]:
         return (*batch["input_ids"].shape, self._width)
@@ -179,7 +187,7 @@ class Pipeline:
         return shared
 
     def _logits(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        output = view(received, batch)
+        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, batch))
         return output[:, -1].float().contiguous() if view.last else output
 
     def _forward_all(

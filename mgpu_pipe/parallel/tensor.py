@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.layout import Layout, add_layouts, layouts_of
+from mgpu_pipe.models.removed import is_removed
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
 from mgpu_pipe.parallel.tensor_linear import (
@@ -250,7 +251,9 @@ class TensorParallel:
         """Cut embedding and head, which may be one parameter, and may both be on other stages; whether head is here."""
         embedding = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
         head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
-        if isinstance(embedding, nn.Embedding) and (self.sequence is not None or isinstance(head, nn.Linear)):
+        # A head on another pipeline stage may share the embedding's weight, so both are cut alike.
+        with_head = isinstance(head, nn.Linear) or (head is not None and is_removed(head))
+        if isinstance(embedding, nn.Embedding) and (self.sequence is not None or with_head):
             shard = VocabularyShard.of(self.group, embedding.num_embeddings)
             self._cut_once(embedding, shard)
             vocabulary_parallel_embedding(embedding, shard, self.sequence)

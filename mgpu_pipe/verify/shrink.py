@@ -11,6 +11,7 @@ from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, StrategyConfig, SyntheticConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.verify.shrink_model import is_noise, shrink_model
 
@@ -60,11 +61,13 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     unit = lcm(2 * dims.cp, dims.tp)  # a context-parallel rank may take two pieces of the sequence
     seq_len = -(-min(config.data.seq_len, SEQ_LEN) // unit) * unit
     micro = min(plan.micro_batch_size, 2 if dims.data_parallel_size > 1 else 4)
-    num_micro = max(2 if plan.num_micro_batches > 1 else 1, dims.pp)
+    # Every schedule takes twice as many micro-batches as there are ranks.
+    num_micro = 2 * dims.pp if dims.pp > 1 else 2 if plan.num_micro_batches > 1 else 1
+    stages = sum(map(len, stages_by_rank(config.strategy.pipeline.schedule, dims.pp))) if dims.pp > 1 else 1
     chunk = config.objective.loss_chunk_tokens
     small = replace(
         config,
-        model=shrink_model(config.model, dims, seq_len),
+        model=shrink_model(config.model, dims, seq_len, stages),
         data=replace(
             config.data, source="synthetic", paths=[], validation_paths=[], chat_template=None, tokenizer="auto",
             synthetic=SyntheticConfig(), seq_len=seq_len, micro_batch_size=micro,
@@ -92,7 +95,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
 def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyConfig:
     return replace(
         strategy, dp_replicate=dims.dp_replicate, dp_shard=dims.dp_shard, tp=dims.tp, pp=dims.pp, cp=dims.cp,
-        ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB),
+        ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB), pipeline=replace(strategy.pipeline, layers=[]),
     )
 
 

@@ -12,8 +12,9 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.parts import local_tensor
 from mgpu_pipe.models.save import save_pretrained_folder
 from mgpu_pipe.models.slices import fill_from_folder
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.memory import AllocationWatch
-from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.strategies.mesh_split import SplitModel, SplitOptions
 from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
 
@@ -36,9 +37,10 @@ def built(source: ModelConfig) -> dict[str, int]:
         else:
             fill_from_folder(model, source, device)  # type: ignore[arg-type]
 
-    strategy = MeshStrategy(ParallelDims(dp_shard=dist.get_world_size()), torch.device("cpu"), materialise=fill)
+    objective = CausalLMObjective(model, None, lambda step: 1.0, 7)
+    dims = ParallelDims(dp_shard=dist.get_world_size())
     with AllocationWatch() as watch:
-        strategy.parallelise(model)
+        SplitModel(objective, dims, torch.device("cpu"), SplitOptions(), fill)
     shard = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
     return {"whole": whole, "largest": largest, "shard": shard, "peak": watch.peak, "one": watch.largest}
 
