@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.layout import Layout, add_layouts, layouts_of
+from mgpu_pipe.models.tensor_plans import Style
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
 from mgpu_pipe.parallel.tensor_linear import (
@@ -22,7 +23,7 @@ from mgpu_pipe.parallel.tensor_linear import (
     experts_parallel,
     row_parallel,
 )  # fmt: skip
-from mgpu_pipe.parallel.tensor_plans import KEY_VALUE, SEVERAL_INPUTS, Style, sequence_plan, tensor_plan
+from mgpu_pipe.parallel.tensor_plans import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
 from mgpu_pipe.parallel.vocabulary import (
     VocabularyShard,
     vocabulary_parallel_embedding,
