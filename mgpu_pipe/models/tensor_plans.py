@@ -80,8 +80,9 @@ def brought_plan(model_type: str) -> Mapping[str, str]:
     """The plan that the family's configuration class brings, read from its source; empty where there is none."""
     statement = class_statement(model_type)
     for item in statement.body if statement is not None else []:
-        names = [target.id for target in item.targets if isinstance(target, ast.Name)] if isinstance(item, ast.Assign) else []
-        if "base_model_tp_plan" in names and isinstance(item, ast.Assign):
+        if not isinstance(item, ast.Assign):
+            continue
+        if "base_model_tp_plan" in [target.id for target in item.targets if isinstance(target, ast.Name)]:
             try:
                 plan = ast.literal_eval(item.value)
             except ValueError:  # put together from other plans
@@ -112,7 +113,8 @@ def tensor_parallel_errors(
     """What keeps a model of these sizes from being cut over ``tp`` ranks.
 
     Args:
-        fields: of the model's configuration, standard names among them (:func:`mgpu_pipe.models.fields.resolved_fields`).
+        fields: of the model's configuration, standard names among them, as
+            :func:`mgpu_pipe.models.fields.resolved_fields` gives them.
         axes: what the family can be spread over otherwise, named where it has no plan.
     """
     if tp == 1:

@@ -55,7 +55,7 @@ def step_of(
     weights: dict[str, torch.Tensor],
     tp: int,
     sequence_parallel: bool,
-    chunk: int = 7,
+    chunk: int | str = 7,
     checkpointing: str = "none",
     loss_head_first: bool = True,
 ) -> dict[str, Any]:
@@ -111,32 +111,35 @@ def compare(case: str, results: list[dict[str, Any]], expected: dict[str, Any]) 
             assert torch.equal(gradient, held.setdefault(key, gradient)), f"copies of {key} have one gradient"
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+def steps_of(config: ModelConfig, weights: dict[str, torch.Tensor], variants: list[tuple[Any, ...]]) -> list[Any]:
+    """One step each; starting processes takes longer than what they do."""
+    return [step_of(config, weights, *variant) for variant in variants]
+
+
+def check(case: str, world_size: int, variants: list[tuple[Any, ...]]) -> None:
+    expected = oracle(CASES[case])
+    ranks = run_processes(world_size, steps_of, CASES[case], expected["weights"], variants)
+    for number, variant in enumerate(variants):
+        compare(f"{case} {variant}", [steps[number] for steps in ranks], expected)
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("case", list(CASES))
-def test_loss_and_every_gradient_are_those_of_one_process(case: str, tp: int, sequence_parallel: bool) -> None:
-    expected = oracle(CASES[case])
-    # Logits of 7 tokens at once, or of all; the objective made before or after.
-    chunk, loss_head_first = (7, True) if tp == 2 else (0 if sequence_parallel else "auto", False)
-    results = run_processes(
-        tp, step_of, CASES[case], expected["weights"], tp, sequence_parallel, chunk, "none", loss_head_first
-    )
-    compare(case, results, expected)
+def test_loss_and_every_gradient_are_those_of_one_process(case: str, tp: int) -> None:
+    # Without and with sequence parallelism; some logits at once, or all; the objective made before or after.
+    if tp == 2:
+        check(case, tp, [(tp, False, 7, "none", True), (tp, True, 7, "none", False)])
+    else:
+        check(case, tp, [(tp, False, "auto", "none", False), (tp, True, 0, "none", True)])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("case", ["llama", "gpt2", "mixtral"])
-def test_sharded_over_the_data_parallel_ranks_too(case: str, sequence_parallel: bool) -> None:
-    expected = oracle(CASES[case])
-    compare(case, run_processes(4, step_of, CASES[case], expected["weights"], 2, sequence_parallel), expected)
+def test_sharded_over_the_data_parallel_ranks_too(case: str) -> None:
+    check(case, 4, [(2, False), (2, True)])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("checkpointing", ["full", "selective"])
-def test_with_activation_checkpointing(checkpointing: str, sequence_parallel: bool) -> None:
-    expected = oracle(CASES["qwen3"])
-    arguments = (CASES["qwen3"], expected["weights"], 2, sequence_parallel, 7, checkpointing)
-    compare(checkpointing, run_processes(2, step_of, *arguments), expected)
+def test_with_activation_checkpointing() -> None:
+    check("qwen3", 2, [(2, split, 7, mode) for split in (False, True) for mode in ("full", "selective")])
 
 
 def _logits(config: ModelConfig, weights: dict[str, torch.Tensor], length: int) -> list[torch.Tensor]:
