@@ -7,14 +7,16 @@ recorded as a :class:`Layout`. Losses, and the gradients of everything that all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.layout import Layout, add_layouts, layouts_of
 from mgpu_pipe.models.removed import is_removed
+from mgpu_pipe.models.tensor_plans import Style
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
 from mgpu_pipe.parallel.tensor_linear import (
@@ -23,7 +25,8 @@ from mgpu_pipe.parallel.tensor_linear import (
     experts_parallel,
     row_parallel,
 )  # fmt: skip
-from mgpu_pipe.parallel.tensor_plans import KEY_VALUE, SEVERAL_INPUTS, Style, sequence_plan, tensor_plan
+from mgpu_pipe.parallel.tensor_parameters import CutParameters
+from mgpu_pipe.parallel.tensor_plans import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
 from mgpu_pipe.parallel.vocabulary import (
     VocabularyShard,
     vocabulary_parallel_embedding,
@@ -36,7 +39,8 @@ KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
 def apply_tensor_parallel(
-    model: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool = False, experts: bool = True
+    model: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool = False, experts: bool = True,
+    stages: Sequence[range] = (),
 ) -> None:
     """Cut ``model`` over the ranks of ``group``, in place, and record a layout for every parameter.
 
@@ -46,53 +50,47 @@ def apply_tensor_parallel(
     Args:
         sequence_parallel: split activations between the tensor-parallel regions along the sequence.
         experts: cut experts along their width; False leaves modules of experts, and their parameters, alone.
+        stages: the layers of each pipeline stage that this rank holds; between stages the sequence is whole.
 
     Raises:
         ConfigError: no plan for the model, or sizes that do not divide.
     """
     if group.size() == 1:
         return
-    TensorParallel(model, group, sequence_parallel, experts).apply()
+    TensorParallel(model, group, sequence_parallel, experts, stages).apply()
 
 
 class TensorParallel:
     """One application of a plan; see :func:`apply_tensor_parallel`."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool, experts: bool) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool, experts: bool,
+        stages: Sequence[range] = (),
+    ) -> None:
+        self.stages = stages
         self.model, self.group, self.cut_experts = model, group, experts
         self.rank, self.size = group.rank(), group.size()
         self.sequence = SequenceSplit(group) if sequence_parallel else None
         self.plan = tensor_plan(model)
         self.modules = dict(model.named_modules())
-        self.originals = dict(model.named_parameters())  # kept, for the tables below go by their addresses
-        self.names = {id(parameter): name for name, parameter in self.originals.items()}
-        self.holders: dict[int, list[tuple[nn.Module, str]]] = {}
-        for module in model.modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.holders.setdefault(id(parameter), []).append((module, attribute))
-        self.layouts: dict[str, Layout] = {}
+        self.parameters = CutParameters(model)
         self.partial: dict[str, dist.ProcessGroup | None] = {}
         self.left_alone: set[str] = set()
         """Parameters of which this axis says nothing."""
 
     def apply(self) -> None:
-        block_of_experts = self._experts()
+        self._experts()
         for name, module in self.modules.items():
-            inside = any(name == block or name.startswith(f"{block}.experts") for block in block_of_experts)
-            styles = {child: self.plan.get(f"{name}.{child}" if name else child) for child, _ in module.named_children()}
-            if not inside and any(style in ("column", "row", "packed") for style in styles.values()):
+            styles = {child: self.plan.get(f"{name}.{child}" if name else child) for child in module._modules}
+            if any(style in ("column", "row", "packed") for style in styles.values()):
                 self._linears(name, module, {child: style for child, style in styles.items() if style})
         for name, style in self.plan.items():
             if style == "own_heads" and name in self.modules:
-                self.partial.update({self.names[id(p)]: None for p in self.modules[name].parameters()})
+                self.partial.update({self.parameters.name(p): None for p in self.modules[name].parameters()})
         has_head = self._vocabulary()
         if self.sequence is not None:
             self._split_sequence(self.sequence, has_head)
-        for name, parameter in self.model.named_parameters():
-            if name not in self.layouts and name not in self.left_alone:
-                self.layouts[name] = self._layout(name, tuple(parameter.shape), owned=self.rank == 0)
-        add_layouts(self.model, self.layouts)
+        self.parameters.record(self.left_alone, owns_the_rest=self.rank == 0)
         add_partial_gradients(self.model, self.partial)
 
     # -- linear layers ------------------------------------------------------------------------------------------
@@ -105,13 +103,19 @@ class TensorParallel:
         key_value_heads = None
         for child, layer in cut.items():
             if styles[child] == "row":
-                self._cut_linear(layer, _output_dim(layer) ^ 1, self._even(f"{name}.{child}", _inputs(layer)), bias=False)
+                ranges = self._even(f"{name}.{child}", _inputs(layer))
+                self._cut_linear(layer, 1 - _output_dim(layer), ranges, bias=False)
             elif child in KEY_VALUE and _head_dim(module):
                 key_value_heads = self._cut_key_values(f"{name}.{child}", module, layer)
             else:
                 parts = self._parts(module, child, styles[child])
                 self._cut_linear(layer, _output_dim(layer), self._even(f"{name}.{child}", _outputs(layer), parts))
         self._count_local_heads(name, module, key_value_heads)
+        if self.sequence is not None and not shares_input:
+            raise ConfigError(
+                "strategy.sequence_parallel", True, "use strategy.sequence_parallel=false",
+                f"{name} takes more than the hidden states",
+            )
         region = ColumnRegion(self.group, self.sequence) if shares_input else None
         for child, layer in cut.items():
             if styles[child] == "row":
@@ -144,9 +148,9 @@ class TensorParallel:
     def _cut_linear(
         self, layer: nn.Module, dim: int, ranges: list[tuple[int, int]], bias: bool = True, owned: bool = True
     ) -> None:
-        self._cut(layer, "weight", dim, ranges, owned)
+        self.parameters.cut(layer, "weight", dim, ranges, owned)
         if bias and layer._parameters.get("bias") is not None:
-            self._cut(layer, "bias", 0, ranges, owned)
+            self.parameters.cut(layer, "bias", 0, ranges, owned)
         length = sum(stop - start for start, stop in ranges)
         names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
         setattr(layer, names[0 if dim == _output_dim(layer) else 1], length)
@@ -177,7 +181,7 @@ class TensorParallel:
         for attribute in ("weight", "bias"):
             parameter = layer._parameters.get(attribute)
             if parameter is not None:
-                self.partial[self.names[id(parameter)]] = sharers
+                self.partial[self.parameters.name(parameter)] = sharers
         return heads, 1
 
     def _sharers(self, sharing: int) -> dist.ProcessGroup:
@@ -205,7 +209,8 @@ class TensorParallel:
             if heads % self.size:
                 fits = [n for n in range(1, heads + 1) if heads % n == 0]
                 raise ConfigError(
-                    "strategy.tp", self.size, f"use one of {fits}", f"it does not divide the {heads} of {name}'s {count}"
+                    "strategy.tp", self.size, f"use one of {fits}",
+                    f"it does not divide the {heads} of {name}'s {count}",
                 )
             if count != "query_heads":
                 setattr(module, count, heads // self.size)
@@ -218,13 +223,12 @@ class TensorParallel:
 
     # -- experts ------------------------------------------------------------------------------------------------
 
-    def _experts(self) -> list[str]:
-        """Cut every module of experts, or leave it alone; the names of the blocks of those that were cut."""
-        blocks = []
+    def _experts(self) -> None:
+        """Cut every module of experts, or leave it alone."""
         for name in [name for name, style in self.plan.items() if style == "experts"]:
             experts = self.modules[name]
             if not self.cut_experts:
-                self.left_alone |= {self.names[id(p)] for p in experts.parameters()}
+                self.left_alone |= {self.parameters.name(p) for p in experts.parameters()}
                 continue
             if getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False):
                 raise ConfigError(
@@ -234,25 +238,21 @@ class TensorParallel:
             for attribute, parameter in list(experts.named_parameters(recurse=False)):
                 style = self.plan.get(f"{name}.{attribute}")
                 if style == "row":
-                    self._cut(experts, attribute, parameter.dim() - 1, self._even(name, parameter.shape[-1]))
+                    self.parameters.cut(experts, attribute, parameter.dim() - 1, self._even(name, parameter.shape[-1]))
                 elif style in ("column", "packed"):
                     dim = parameter.dim() - 2
                     ranges = self._even(name, parameter.shape[dim], 2 if style == "packed" else 1)
-                    self._cut(experts, attribute, dim, ranges)
-            parent = name.rpartition(".")[0]
-            block = self.modules[parent]
+                    self.parameters.cut(experts, attribute, dim, ranges)
+            block = self.modules[name.rpartition(".")[0]]
             experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence)
-            blocks.append(parent)
-        return blocks
 
     # -- vocabulary and sequence --------------------------------------------------------------------------------
 
     def _vocabulary(self) -> bool:
         """Cut embedding and head, which may be one parameter, and may both be on other stages; whether head is here."""
-        embedding = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
-        head = self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
+        embedding, head = _embedding_and_head(self.model)
         # A head on another pipeline stage may share the embedding's weight, so both are cut alike.
-        with_head = isinstance(head, nn.Linear) or (head is not None and is_removed(head))
+        with_head = isinstance(head, nn.Linear) or (isinstance(head, nn.Module) and is_removed(head))
         if isinstance(embedding, nn.Embedding) and (self.sequence is not None or with_head):
             shard = VocabularyShard.of(self.group, embedding.num_embeddings)
             self._cut_once(embedding, shard)
@@ -267,53 +267,45 @@ class TensorParallel:
     def _cut_once(self, module: nn.Module, shard: VocabularyShard) -> None:
         for attribute in ("weight", "bias"):
             parameter = module._parameters.get(attribute)
-            if parameter is not None and self.names[id(parameter)] not in self.layouts:
-                self._cut(module, attribute, 0, [(shard.start, shard.stop)])
+            if parameter is not None and not self.parameters.is_cut(parameter):
+                self.parameters.cut(module, attribute, 0, [(shard.start, shard.stop)])
 
     def _split_sequence(self, sequence: SequenceSplit, has_head: bool) -> None:
         """Split the sequence between embeddings and norm; gradients of what lies there are then parts of a sum."""
         plan = sequence_plan(self.model)
         base = getattr(self.model, "base_model", self.model)
         blocks = list(getattr(base, plan.blocks).children())
+        stages = self.stages or [range(len(blocks))]
         norm = getattr(base, plan.norm, None)
         addends = [module for name in plan.addends if isinstance(module := getattr(base, name, None), nn.Module)]
-        last = norm if isinstance(norm, nn.Module) and any(True for _ in norm.parameters()) else blocks[-1]
-        split_between(sequence, blocks[0], last, addends, has_head)
+        has_norm = isinstance(norm, nn.Module) and any(True for _ in norm.parameters())
+        for stage in stages:
+            to_norm = has_norm and stage.stop == len(blocks)
+            last = norm if to_norm else blocks[stage.stop - 1]
+            split_between(
+                sequence, blocks[stage.start], last, addends if stage.start == 0 else [],
+                has_head and stage.stop == len(blocks),
+            )  # fmt: skip
         routers = {
             id(p) for name, style in self.plan.items() if style == "experts" and self.cut_experts
             for p in self.modules[name.rpartition(".")[0]].parameters()
         }  # fmt: skip
         for module in (*blocks, *([norm] if isinstance(norm, nn.Module) else []), *addends):
             for parameter in module.parameters():
-                name = self.names[id(parameter)]
-                if id(parameter) not in routers and name not in self.layouts and name not in self.left_alone:
+                name, is_cut = self.parameters.name(parameter), self.parameters.is_cut(parameter)
+                if not is_cut and id(parameter) not in routers and name not in self.left_alone:
                     self.partial[name] = None
 
-    # -- parameters ---------------------------------------------------------------------------------------------
 
-    def _layout(self, name: str, shape: tuple[int, ...], owned: bool) -> Layout:
-        before = layouts_of(self.model).get(name)
-        if before is None:
-            return Layout.uncut(name, shape, owned)
-        return Layout(before.name, before.whole, before.dim, before.ranges, before.owned and owned)
-
-    def _cut(
-        self, module: nn.Module, attribute: str, dim: int, ranges: list[tuple[int, int]], owned: bool = True
-    ) -> None:
-        """Replace a parameter, wherever it is held, by its ``ranges`` along ``dim``."""
-        parameter = module._parameters[attribute]
-        assert parameter is not None
-        name = self.names[id(parameter)]
-        before = layouts_of(self.model).get(name)
-        whole = tuple(parameter.shape)
-        assert before is None or before.shape == before.whole, f"{name} is cut already"
-        parts = [parameter.detach().narrow(dim, start, stop - start) for start, stop in ranges]
-        local = nn.Parameter(torch.cat(parts, dim), requires_grad=parameter.requires_grad)
-        for holder, held_as in self.holders[id(parameter)]:
-            holder._parameters[held_as] = local
-        self.names[id(local)], self.holders[id(local)] = name, self.holders[id(parameter)]
-        unsharded = name if before is None else before.name
-        self.layouts[name] = Layout(unsharded, whole, dim, tuple(ranges), owned and (before is None or before.owned))
+def _embedding_and_head(model: nn.Module) -> tuple[object, object]:
+    """A model's token embedding and output head, as far as it has them."""
+    found: list[object] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, getter)())
+        except (AttributeError, NotImplementedError):  # of another modality, or on another pipeline stage
+            found.append(None)
+    return found[0], found[1]
 
 
 def _output_dim(layer: nn.Module) -> int:

@@ -146,7 +146,11 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
 
 
 def experts_parallel(
-    block: nn.Module, router: nn.Module | None, experts: nn.Module, group: dist.ProcessGroup, sequence: SequenceSplit | None
+    block: nn.Module,
+    router: nn.Module | None,
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    sequence: SequenceSplit | None,
 ) -> None:
     """A mixture whose experts are cut along their width; every rank routes all tokens alike.
 

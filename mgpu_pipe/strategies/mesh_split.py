@@ -125,7 +125,8 @@ class SplitModel:
             views = options.pipeline.cut(model, self._groups["pp"].rank())
         if tensor is not None:
             apply_tensor_parallel(
-                model, tensor, sequence_parallel=options.sequence_parallel, experts=dims.ep == 1
+                model, tensor, sequence_parallel=options.sequence_parallel, experts=dims.ep == 1,
+                stages=[view.layers for view in views],
             )
         experts: list[torch.nn.Module] = []
         if dims.ep > 1:
@@ -147,7 +148,7 @@ class SplitModel:
             compute = COMPUTE_DTYPES[options.precision] or next(model.parameters()).dtype
             self.pipeline = Pipeline(
                 options.pipeline, views, self._groups["pp"], self._device, self._objective.micro_batch_loss, compute,
-                self._boundary, self._in_stage,
+                in_stage=self._in_stage,
             )  # fmt: skip
         return experts
 
@@ -164,12 +165,6 @@ class SplitModel:
         self.sharded = apply_fully_shard(
             model, mesh, self._options.precision, options, experts=experts, expert_mesh=expert_mesh
         )
-
-    def _boundary(self, batch: MicroBatch) -> tuple[int, ...]:
-        """Shape of the hidden states between two stages for this rank's part of a micro-batch."""
-        rows, length = batch["input_ids"].shape
-        split = self._dims.tp if self._options.sequence_parallel else 1
-        return rows, -(-length // split), int(self._objective.model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
     def _in_stage(
         self, batch: MicroBatch, last: bool, scale: float, compute: Callable[[], torch.Tensor]
