@@ -20,4 +20,4 @@ if __name__ == "__main__":
             torch.set_num_threads(1)
             print(spec, model, worst_error(r, plain(case)), f"{time.time()-t:.0f}s", flush=True)
         except AssertionError as e:
-            print(spec, model, "FAIL", str(e)[-1500:], flush=True)
+            import traceback; print(spec, model, "FAIL", traceback.format_exc()[-5000:], flush=True)

@@ -147,9 +147,9 @@ def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) ->
 
 @contextmanager
 def in_sequences(model: nn.Module, part: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Around a forward pass over a part that :func:`with_documents` gave."""
+    """Around a forward pass over a part that :func:`with_documents` gave; over other tokens it is the plain model's."""
     axis = context_axis(model)
-    if axis is None:
+    if axis is None or DOCUMENTS not in part:
         yield
         return
     with _within(SequenceContext(axis, part[DOCUMENTS])):

@@ -120,6 +120,14 @@ def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
         root.set_requires_gradient_sync(last)
 
 
+def find_units(root: FSDPModule) -> None:
+    """Let FSDP2 find the units of the filled ``root`` now, and not in its first forward pass.
+
+    A pipeline's forward passes show one stage of the model at a time: units of the other would be taken for roots.
+    """
+    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+
+
 def reshard_all(root: FSDPModule) -> None:
     """Free the gathered compute copies of every block, so that ``named_parameters()`` are the sharded masters again."""
     assert isinstance(root, torch.nn.Module)
@@ -141,6 +149,7 @@ class UsedParameters:
 
     def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.flags = [False] * len(parameters)
+        self._own: list[tuple[torch.nn.Module, str, int]] = []
         index = {id(parameter): number for number, parameter in enumerate(parameters)}
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -148,6 +157,16 @@ class UsedParameters:
 
     def clear(self) -> None:
         self.flags[:] = [False] * len(self.flags)
+
+    def note_gradients(self) -> None:
+        """Take note of the gathered parameters that hold a gradient now.
+
+        For backward passes that hand gradients out instead of accumulating them, so that no hook tells.
+        """
+        for module, name, number in self._own:
+            gathered = module._parameters[name]
+            if gathered is not None and not isinstance(gathered, DTensor) and gathered.grad is not None:
+                self.flags[number] = True
 
     def _watch(self, unit: torch.nn.Module, index: dict[int, int]) -> None:
         """At the unit's first forward pass, put a hook on its gathered parameters, which last as long as the unit."""
@@ -157,6 +176,8 @@ class UsedParameters:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in index
         ]
+
+        self._own += own
 
         def on_first_forward(_: torch.nn.Module, __: object) -> None:
             handle.remove()

@@ -80,6 +80,7 @@ class Pipeline:
             (:meth:`Objective.micro_batch_loss`); called on the last stage alone.
         dtype: of hidden states between stages: what the model computes in.
         in_stage: runs each forward pass of a stage, for what has to be around it.
+        after_weights: called when gradients of weights were computed apart from those of inputs.
         boundary_shape: of those hidden states for a micro-batch; (rows, seq_len, hidden_size) if not given.
     """
 
@@ -87,6 +88,7 @@ class Pipeline:
         self, plan: PipelinePlan, views: Sequence[StageView], group: dist.ProcessGroup, device: torch.device,
         loss_of: LossOf, dtype: torch.dtype = torch.float32, boundary_shape: BoundaryShape | None = None,
         in_stage: InStage = lambda batch, last, scale, compute: compute(),
+        after_weights: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
         self.stages: list[ScheduledStage] = []
@@ -94,7 +96,7 @@ class Pipeline:
         self._device, self._loss_of, self._dtype = device, loss_of, dtype
         self._model = views[0].model
         self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-        self._in_stage = in_stage
+        self._in_stage, self._after_weights = in_stage, after_weights
         self._boundary_shape = boundary_shape or self._plain_boundary
         self._seed = self._loss_scale = 1.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -137,6 +139,7 @@ class Pipeline:
                 ScheduledStage(
                     self._model, view.index, len(self.plan.layers), self._device, self.group,
                     partial(self._train_stage, view), boundary, self._dtype, stages,
+                    self._after_weights,
                 )  # fmt: skip
             self._schedules[key] = build_schedule(self.plan.schedule, stages, count, self._seeded), stages
         return self._schedules[key]

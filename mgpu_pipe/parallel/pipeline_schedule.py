@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import RESHARD, PipelineScheduleMulti, PipelineScheduleSingle
 
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
 
@@ -48,11 +48,13 @@ class ScheduledStage(PipelineStage):
         boundary: shape of the hidden states between stages.
         dtype: their type.
         share: the stages of this rank, which may hold one module together; gradients are reduced after the last one.
+        after_weights: called when gradients of weights were computed apart from those of inputs.
     """
 
     def __init__(
         self, module: torch.nn.Module, index: int, stages: int, device: torch.device, group: dist.ProcessGroup,
         compute: Compute, boundary: Sequence[int], dtype: torch.dtype, share: list[ScheduledStage],
+        after_weights: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         hidden = torch.empty(tuple(boundary), dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
@@ -62,7 +64,7 @@ class ScheduledStage(PipelineStage):
             group=group,
         )  # fmt: skip
         self._compute = compute
-        self._share = share
+        self._share, self._after_weights = share, after_weights
         self._finished = False
         self.most_in_flight = 0
         """The most micro-batches whose activations this stage has held at once."""
@@ -84,6 +86,10 @@ class ScheduledStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             info.buffer = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._after_weights()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id])
@@ -139,4 +145,10 @@ def build_schedule(
     assert SCHEDULES[name].more_stages or len(stages) == SCHEDULES[name].stages_per_rank
     if name in SINGLE:
         return SINGLE[name](stages[0], num_micro_batches, loss_fn=loss_function, scale_grads=False)
-    return MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    schedule = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    # A rank's stages share one sharded module, which torch would free when the first of them is through.
+    for rank, actions in schedule.pipeline_order_with_comms.items():
+        kept = [action for action in actions if action.computation_type is not RESHARD]
+        freed = [action for action in actions if action.computation_type is RESHARD]
+        schedule.pipeline_order_with_comms[rank] = [*kept, *freed]
+    return schedule

@@ -129,6 +129,13 @@ class EngineStrategy(ParallelStrategy):
         """
         create_optimizer_state(self.objective.model, self.optimizers[0], stored, weights)
 
+    def sampling_forward(self) -> Callable[..., Any] | None:
+        """What takes the place of the model's forward pass while text is generated, on all ranks; None: nothing does.
+
+        It takes ``input_ids`` and ``position_ids`` of whole texts and returns an object with ``logits``.
+        """
+        return None
+
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""
         return {}

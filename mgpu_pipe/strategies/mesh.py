@@ -8,6 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces
@@ -201,6 +202,20 @@ class MeshStrategy(EngineStrategy):
         count, length = most.tolist()
         missing = count - len(micro_batches)
         return [*micro_batches, *[self.objective.empty_micro_batch(length, self._device)] * missing]
+
+    def sampling_forward(self) -> Callable[..., Any] | None:
+        pipeline = self.split.pipeline
+        if pipeline is None:
+            return None
+        vocabulary = int(self.objective.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+
+        def forward(input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **_: Any) -> Any:
+            if position_ids is None:
+                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            batch = {"input_ids": input_ids, "position_ids": position_ids}
+            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary)[:, None])  # type: ignore[arg-type]
+
+        return forward
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from mgpu_pipe.parallel.fully_shard import (
     ShardingOptions,
     UsedParameters,
     apply_fully_shard,
+    find_units,
     reshard_all,
     set_gradient_sync,
 )  # fmt: skip
@@ -107,6 +108,8 @@ class SplitModel:
             if options.sharding.offload:
                 _move_buffers(model, device)
             self._used = UsedParameters(model, self.parameters)
+            if self.pipeline is not None:
+                find_units(self.sharded)
         elif dims.data_parallel_size > 1:
             self._reducer = GradientReducer(self.parameters, None, options.bucket_mib)
         self._counted = _counted(model) if dims.uses_model_axes else None
@@ -148,7 +151,7 @@ class SplitModel:
             compute = COMPUTE_DTYPES[options.precision] or next(model.parameters()).dtype
             self.pipeline = Pipeline(
                 options.pipeline, views, self._groups["pp"], self._device, self._objective.micro_batch_loss, compute,
-                in_stage=self._in_stage,
+                in_stage=self._in_stage, after_weights=self._note_gradients,
             )  # fmt: skip
         return experts
 
@@ -176,6 +179,10 @@ class SplitModel:
                 return compute()
             with router_loss.collecting():
                 return cast(torch.Tensor, router_loss.attached(compute(), batch["labels"], scale))
+
+    def _note_gradients(self) -> None:
+        if self._used is not None:
+            self._used.note_gradients()
 
     # -- a step window ------------------------------------------------------------------------------------------
 

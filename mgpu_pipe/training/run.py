@@ -59,6 +59,8 @@ class TrainResult:
     whole_model: bool = True
     """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
+    sampling_forward: Callable[..., Any] | None = None
+    """See :meth:`EngineStrategy.sampling_forward`."""
 
 
 def train(
@@ -331,4 +333,7 @@ def _result(
         "data": prepared.as_dict(),
         "memory": memory,
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary)
+    return TrainResult(
+        model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary,
+        strategy.sampling_forward(),
+    )  # fmt: skip
