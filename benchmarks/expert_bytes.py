@@ -1,10 +1,11 @@
 """Collectives of a training step under expert parallelism, by name, over the closed form.
 
 A tiny Mixtral trains one step of two micro-batches on 2 and 4 CPU processes, its experts over all of them; everything
-else is replicated. Bytes are those that all processes together send to others. In a layer and micro-batch: counts, 8
-bytes for each expert on another process from each process; then four times (tokens and outputs, and their gradients) 4
-bytes times the width for each slot whose expert is on another process. How many those are is decided by the routers:
-the closed form takes their decisions from one process that computes the same step. No other collective may appear.
+else is replicated (reducing its gradients is data parallelism's, see data_parallel_bytes). Bytes are those that all
+processes together send to others. In a layer and micro-batch: counts, 8 bytes for each expert on another process from
+each process; then four times (tokens and outputs, and their gradients) 4 bytes times the width for each slot whose
+expert is on another process. How many those are is decided by the routers: the closed form takes their decisions from
+one process that computes the same step. No other collective may appear.
 ``python -m benchmarks.expert_bytes [sizes]``.
 """
 
@@ -92,7 +93,6 @@ def _slots_elsewhere(model: Any, world: int) -> list[int]:
 
 def _counting_mode() -> Any:
     """Counts every collective under the name of the function of ``mgpu_pipe`` that calls it."""
-    import torch
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,7 +113,6 @@ def _counting_mode() -> Any:
                 self.sent[name] += source.nbytes * (rows - splits[rank]) // rows if rows else 0
             return func(*args, **(kwargs or {}))
 
-    assert torch.is_grad_enabled()
     return Mode()
 
 
@@ -133,7 +132,7 @@ def closed_form(world: int, elsewhere: int) -> dict[str, tuple[int, int]]:
     passes = CONFIG["num_hidden_layers"] * MICRO_BATCHES
     experts, width = CONFIG["num_local_experts"], CONFIG["hidden_size"]
     counts = passes * world * 8 * experts * (world - 1) // world
-    return {"exchange_counts": (passes, counts), **{name: (passes, elsewhere * width * 4) for name in TRANSFERS}}
+    return {"exchange_counts": (passes, counts), **dict.fromkeys(TRANSFERS, (passes, elsewhere * width * 4))}
 
 
 def main() -> None:
@@ -155,7 +154,7 @@ def main() -> None:
     out = finish(
         "expert_bytes", "Collectives of a step under expert parallelism, over the closed form",
         ["processes", "collective", "calls", "closed form calls", "sent bytes", "closed form bytes", "ratio"], rows,
-        f"Mixtral, {CONFIG['num_hidden_layers']} layers, {MICRO_BATCHES} micro-batches; calls of a process, bytes of all.",
+        f"Mixtral of {CONFIG['num_hidden_layers']} layers, {MICRO_BATCHES} micro-batches; one process's calls, all's bytes.",
     )
     print(f"written: {out}", file=sys.stderr)
 
