@@ -154,7 +154,7 @@ def main() -> None:
     out = finish(
         "expert_bytes", "Collectives of a step under expert parallelism, over the closed form",
         ["processes", "collective", "calls", "closed form calls", "sent bytes", "closed form bytes", "ratio"], rows,
-        f"Mixtral of {CONFIG['num_hidden_layers']} layers, {MICRO_BATCHES} micro-batches; one process's calls, all's bytes.",
+        f"Mixtral, {CONFIG['num_hidden_layers']} layers, {MICRO_BATCHES} micro-batches; calls of one process.",
     )
     print(f"written: {out}", file=sys.stderr)
 
