@@ -90,6 +90,8 @@ def _cut_experts(name: str, module: nn.Module, group: dist.ProcessGroup) -> dict
         setattr(module, attribute, local)
         whole = f"{name}.{attribute}"
         layouts[whole] = Layout(whole, tuple(parameter.shape), 0, ((start, stop),))
+    if len(layouts) != len(list(module.parameters())):
+        raise ValueError(f"{name} has parameters in modules of its own, which its experts share")
     module.num_experts = each  # type: ignore[assignment]
     return layouts
 

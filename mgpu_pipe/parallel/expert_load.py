@@ -49,11 +49,12 @@ class ExpertLoad:
             raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
         self._modules = list(found.values())
         self._counts: list[torch.Tensor | None] = [None] * len(found)
+        self._lengths: list[int] = []
         self._computed = [computed_rows(module) or 0 for module in self._modules]
         for number, (name, module) in enumerate(found.items()):
             attribute, parameter = next(module.named_parameters())
-            num_experts = unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0]
-            module.register_forward_pre_hook(self._counting(number, num_experts))
+            self._lengths.append(unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0])
+            module.register_forward_pre_hook(self._counting(number))
 
     def take(self, group: dist.ProcessGroup | None = None, copies: int = 1) -> Load:
         """The load over all ranks of ``group``, and begin anew. A collective call; waits for the device.
@@ -63,13 +64,15 @@ class ExpertLoad:
             copies: how many of them hold each token where it is routed: ``tp`` without sequence parallelism.
         """
         device = next((counts.device for counts in self._counts if counts is not None), torch.device("cpu"))
-        rows = [torch.zeros(0, dtype=torch.int64) if counts is None else counts for counts in self._counts]
-        lengths = [len(row) for row in rows]
+        rows = [
+            torch.zeros(length, dtype=torch.int64, device=device) if counts is None else counts
+            for length, counts in zip(self._lengths, self._counts, strict=True)
+        ]
         routed = sum((row.sum() for row in rows), start=torch.zeros((), dtype=torch.int64, device=device))
-        packed = torch.cat([*(row.to(device) for row in rows), self._newly_computed(routed, copies).reshape(1)])
+        packed = torch.cat([*rows, self._newly_computed(routed, copies).reshape(1)])
         if group is not None and group.size() > 1:
             dist.all_reduce(packed, group=group)
-        *layers, last = (part.tolist() for part in packed.split([*lengths, 1]))
+        *layers, last = (part.tolist() for part in packed.split([*self._lengths, 1]))
         for counts in self._counts:
             if counts is not None:
                 counts.zero_()
@@ -85,7 +88,7 @@ class ExpertLoad:
         self._computed = [total or 0 for total in totals]
         return torch.full_like(routed, new * copies)
 
-    def _counting(self, number: int, num_experts: int):  # type: ignore[no-untyped-def]
+    def _counting(self, number: int):  # type: ignore[no-untyped-def]
         @torch.compiler.disable
         def count(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if not is_first_forward():
@@ -93,7 +96,8 @@ class ExpertLoad:
             chosen = inputs[1].reshape(-1)
             counts = self._counts[number]
             if counts is None:
-                counts = self._counts[number] = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+                counts = torch.zeros(self._lengths[number], dtype=torch.int64, device=chosen.device)
+                self._counts[number] = counts
             counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
         return count

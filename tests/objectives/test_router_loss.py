@@ -58,8 +58,8 @@ def direct(model: Any, batch: Batch) -> torch.Tensor:
             valid = (batch["labels"][row : row + 1] != IGNORE_INDEX).long()
             if valid.any():
                 top_k = model.config.num_experts_per_tok
-                total = total + load_balancing_loss_func((one,), one.shape[1], top_k, valid) / len(outputs.router_logits)
-    return total
+                total = total + load_balancing_loss_func((one,), one.shape[1], top_k, valid)
+    return total / len(outputs.router_logits)
 
 
 def reference(name: str, batch: Batch) -> tuple[float, float, Gradients]:

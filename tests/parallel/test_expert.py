@@ -92,9 +92,10 @@ def trained(name: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[s
     dist.all_reduce(total, group=dense)
     found = summed_gradients(model, dense, expert_data)
     taken = load.take(dist.group.WORLD, dims.world_size // differ)
+    owned = {name: layout.ranges for name, layout in layouts_of(model).items()}
     return {
         "worst": worst_error(found, expected), "loss": abs(total.item() / valid_tokens(batch) / expected_loss - 1),
-        "load": taken, "again": load.take(dist.group.WORLD), "owned": {n: x.ranges for n, x in layouts_of(model).items()},
+        "load": taken, "again": load.take(dist.group.WORLD), "owned": owned,
     }  # fmt: skip
 
 
@@ -136,7 +137,9 @@ def test_it_composes_with_data_and_tensor_parallelism(sizes: dict[str, int], opt
         assert [sum(layer) for layer in result["load"].slots] == [8 * LENGTH * 2] * 2
 
 
-@pytest.mark.parametrize("options", [{"checkpointing": "full"}, {"checkpointing": "selective"}, {"implementation": "eager"}])
+@pytest.mark.parametrize(
+    "options", [{"checkpointing": "full"}, {"checkpointing": "selective"}, {"implementation": "eager"}]
+)
 def test_recomputed_blocks_and_the_plain_loop_over_experts(options: dict[str, Any]) -> None:
     results = run_processes(2, trained, "qwen3_moe", {"dp_shard": 2, "ep": 2}, options)
     within_bounds(results)
@@ -146,7 +149,8 @@ def test_recomputed_blocks_and_the_plain_loop_over_experts(options: dict[str, An
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_rank_whose_experts_get_no_token_takes_part(checkpointing: str) -> None:
-    results = run_processes(4, trained, "mixtral", {"dp_shard": 4, "ep": 4}, {"uneven": True, "checkpointing": checkpointing})
+    options = {"uneven": True, "checkpointing": checkpointing}
+    results = run_processes(4, trained, "mixtral", {"dp_shard": 4, "ep": 4}, options)
     within_bounds(results)  # also that unused experts have gradients of zero, as in one process
     assert results[0]["load"].slots == [[8 * LENGTH, 8 * LENGTH, 0, 0]] * 2
     assert results[0]["load"].max_over_mean == 2
