@@ -34,7 +34,7 @@ class LossHead:
     def __init__(self, head: torch.nn.Linear, chunk_tokens: int | str) -> None:
         self.labels: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
-        self._chunk_tokens = chunk_tokens
+        self._head, self._chunk_tokens = head, chunk_tokens
         plain_forward = head.forward
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:
@@ -50,6 +50,11 @@ class LossHead:
             return self.result
 
         head.forward = forward  # type: ignore[method-assign, assignment]
+
+    @property
+    def applies(self) -> bool:
+        """Whether the loss is to be computed here: not from whole logits, which a cut vocabulary never has."""
+        return self._chunk_tokens != 0 or shard_of(self._head) is not None
 
 
 class CausalLMObjective(Objective):
@@ -70,8 +75,7 @@ class CausalLMObjective(Objective):
         super().__init__(model, optimizer_factory, learning_rate)
         self.router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         head = model.get_output_embeddings()  # type: ignore[operator]
-        linear = head if chunk_tokens != 0 and isinstance(head, torch.nn.Linear) else None
-        self._head = None if linear is None else LossHead(linear, chunk_tokens)
+        self._head = LossHead(head, chunk_tokens) if isinstance(head, torch.nn.Linear) else None
 
     @classmethod
     def from_config(
@@ -92,7 +96,7 @@ class CausalLMObjective(Objective):
 
     def _token_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         inputs = forward_kwargs(cast("PreTrainedModel", self.model), batch)
-        if self._head is None:
+        if self._head is None or not self._head.applies:
             return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
         self._head.labels = batch["labels"]
         try:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.removed import is_removed
-from mgpu_pipe.models.tensor_plans import Style
+from mgpu_pipe.models.tensor_plans import SequencePlan, Style
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
 from mgpu_pipe.parallel.tensor_linear import (
@@ -70,8 +70,10 @@ class TensorParallel:
         self.stages = stages
         self.model, self.group, self.cut_experts = model, group, experts
         self.rank, self.size = group.rank(), group.size()
-        self.sequence = SequenceSplit(group) if sequence_parallel else None
         self.plan = tensor_plan(model)
+        # A pipeline stage without blocks has nothing to split.
+        splits = sequence_parallel and bool(_blocks(model, sequence_plan(model)))
+        self.sequence = SequenceSplit(group) if splits else None
         self.modules = dict(model.named_modules())
         self.parameters = CutParameters(model)
         self.partial: dict[str, dist.ProcessGroup | None] = {}
@@ -273,8 +275,7 @@ class TensorParallel:
     def _split_sequence(self, sequence: SequenceSplit, has_head: bool) -> None:
         """Split the sequence between embeddings and norm; gradients of what lies there are then parts of a sum."""
         plan = sequence_plan(self.model)
-        base = getattr(self.model, "base_model", self.model)
-        blocks = list(getattr(base, plan.blocks).children())
+        base, blocks = _base(self.model), _blocks(self.model, plan)
         stages = self.stages or [range(len(blocks))]
         norm = getattr(base, plan.norm, None)
         addends = [module for name in plan.addends if isinstance(module := getattr(base, name, None), nn.Module)]
@@ -295,6 +296,17 @@ class TensorParallel:
                 name, is_cut = self.parameters.name(parameter), self.parameters.is_cut(parameter)
                 if not is_cut and id(parameter) not in routers and name not in self.left_alone:
                     self.partial[name] = None
+
+
+def _base(model: nn.Module) -> nn.Module:
+    base = getattr(model, "base_model", model)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def _blocks(model: nn.Module, plan: SequencePlan) -> list[nn.Module]:
+    blocks = getattr(_base(model), plan.blocks, None)
+    return list(blocks.children()) if isinstance(blocks, nn.Module) else []
 
 
 def _embedding_and_head(model: nn.Module) -> tuple[object, object]:
