@@ -110,7 +110,7 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: M
     Raises:
         ValueError: the model does not look up its attention function.
     """
-    if not type(model)._can_set_attn_implementation():  # type: ignore[operator]
+    if not type(model)._can_set_attn_implementation():  # type: ignore[attr-defined]
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
     _register()
     cast(Any, model).config._attn_implementation = NAMES[method]
