@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -22,6 +22,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
@@ -29,7 +31,7 @@ from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.swap_folder import claim
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
-from mgpu_pipe.strategies.zero_engine import LossModule, prepare_deepspeed, zero_engine
+from mgpu_pipe.strategies.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
 from mgpu_pipe.strategies.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
 from mgpu_pipe.strategies.zero_state import ZeroState, fragment_pieces
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -57,6 +59,8 @@ class DeepSpeedStrategy(EngineStrategy):
         seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given.
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
+        activation_checkpointing: ``none``, ``full`` or ``selective``.
+        compile_model: compile each block; ZeRO-1 and 2 only.
     """
 
     strategy_name = "mgpu_deepspeed"
@@ -73,6 +77,8 @@ class DeepSpeedStrategy(EngineStrategy):
         seed: int = 0,
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        activation_checkpointing: Literal["none", "full", "selective"] = "none",
+        compile_model: bool = False,
     ) -> None:
         super().__init__(dims, device)
         self.settings = dict(settings)
@@ -83,6 +89,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self._seed = seed
         self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
+        self._activation_checkpointing = activation_checkpointing
+        self._compile_model = compile_model
         self._engine: DeepSpeedEngine | None = None
         self._state: ZeroState | None = None
         self._initial: Shards = {}
@@ -112,6 +120,8 @@ class DeepSpeedStrategy(EngineStrategy):
             seed=config.seed,
             dropout_seed=dropout_seed,
             stop_requested=stop_requested,
+            activation_checkpointing=config.strategy.activation_checkpointing,
+            compile_model=config.model.compile,
         )
 
     # -- assembling ---------------------------------------------------------------------------------------------
@@ -131,6 +141,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.accelerator.setup(trainer)
         objective = self.objective
         prepare_deepspeed(self._device)
+        check_settings(self.settings)
         self._prepare_swapping()
         self.parallelise(objective.model)
         self.model = objective
@@ -155,6 +166,9 @@ class DeepSpeedStrategy(EngineStrategy):
     def parallelise(self, model: nn.Module) -> None:
         """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""
         dtype = COMPUTE_DTYPES[self._precision]
+        apply_activation_checkpointing(model, self._activation_checkpointing)
+        if self._compile_model:
+            compile_blocks(model)
         if self.stage == 3:
             seed = self._seed if self._materialise is not None else None
             self._initial = partition_model(model, self.settings, seed, self._device, dtype)
