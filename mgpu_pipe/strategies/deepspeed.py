@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytorch_lightning as pl
 import torch
@@ -25,6 +25,7 @@ from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
+from mgpu_pipe.parallel.memory import ForwardMeter, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.build_extension import load_extensions
@@ -98,6 +99,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
+        self._memory: dict[str, int] = {}
 
     @classmethod
     def from_config(
@@ -225,13 +227,25 @@ class DeepSpeedStrategy(EngineStrategy):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(window.micro_batches) - 1)
-            loss = engine(micro_batch)
+            loss = self._forward(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
             loss_sum += loss.detach()
         return self._finish_step(window, loss_sum)
 
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """The micro-batch's loss; the first one's activations are measured."""
+        if "activations" in self._memory or self._compile_model:
+            return cast(torch.Tensor, self.engine(micro_batch))
+        with ForwardMeter(self._device) as meter:
+            loss = cast(torch.Tensor, self.engine(micro_batch))
+        self._memory["activations"] = max(0, meter.left_bytes())
+        return loss
+
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
+        if "gradients" not in self._memory:
+            own = (p.grad for p in self.objective.model.parameters() if p.grad is not None)
+            self._memory["gradients"] = storage_bytes([*gradients, *own], self._device.type)
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
@@ -294,8 +308,19 @@ class DeepSpeedStrategy(EngineStrategy):
     def gradient_pieces(self) -> list[Piece]:
         return self.state.gradient_pieces(self._unused)
 
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps on its device; weights with their fp32 masters. What is offloaded is not counted."""
+        kind, model = self._device.type, self.objective.model
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
+        states = [value for state in self.state.optimizer.state.values() for value in state.values()]
+        return {
+            "weights": storage_bytes([*weights, *self.state.masters()], kind),
+            "optimizer": storage_bytes((value for value in states if isinstance(value, torch.Tensor)), kind),
+            **self._memory,
+        }
+
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
-        self.state.create_optimizer_state(stored)
+        self.state.create_optimizer_state(stored, weights)
 
     @torch.no_grad()
     def pieces_written(self) -> None:
