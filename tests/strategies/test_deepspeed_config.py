@@ -101,7 +101,8 @@ def test_the_keys_of_this_project_decide(stage: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        (["strategy=fsdp", "strategy.fsdp.prefetch=2", f"{RAW}wall_clock_breakdown=true"], ["strategy.deepspeed_config"]),
+        (["strategy=fsdp", "strategy.fsdp.prefetch=2", f"{RAW}wall_clock_breakdown=true"],
+         ["strategy.deepspeed_config"]),
         (["strategy=zero3", "strategy.fsdp.prefetch=2", "strategy.offload_path=."],
          ["strategy.offload_path", "strategy.fsdp"]),
         (["strategy=zero1", "strategy.engine=mesh"], ["strategy.deepspeed"]),
