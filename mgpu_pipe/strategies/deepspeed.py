@@ -243,6 +243,9 @@ class DeepSpeedStrategy(EngineStrategy):
 
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
+        if gradients and gradients[0].device != self._device and self._device.type == "cuda":
+            # ZeRO-1 and 2 copy offloaded gradients to pinned memory without waiting, and the norm is of the host's.
+            torch.cuda.synchronize(self._device)  # whatever stream of the backward pass copied
         if "gradients" not in self._memory:
             own = (p.grad for p in self.objective.model.parameters() if p.grad is not None)
             self._memory["gradients"] = storage_bytes([*gradients, *own], self._device.type)
