@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytorch_lightning as pl
 import torch
@@ -22,7 +22,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
 from mgpu_pipe.objectives.base import Objective, StepResult
-from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
+from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.memory import ForwardMeter, storage_bytes
@@ -32,7 +32,7 @@ from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.swap_folder import claim
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
-from mgpu_pipe.strategies.zero_engine import LossModule, prepare_deepspeed, zero_engine
+from mgpu_pipe.strategies.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
 from mgpu_pipe.strategies.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
 from mgpu_pipe.strategies.zero_state import ZeroState, fragment_pieces
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -61,7 +61,7 @@ class DeepSpeedStrategy(EngineStrategy):
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
         activation_checkpointing: ``none``, ``full`` or ``selective``.
-        compile_model: compile each block.
+        compile_model: compile each block; ZeRO-1 and 2 only.
     """
 
     strategy_name = "mgpu_deepspeed"
@@ -78,7 +78,7 @@ class DeepSpeedStrategy(EngineStrategy):
         seed: int = 0,
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
-        activation_checkpointing: Mode = "none",
+        activation_checkpointing: Literal["none", "full", "selective"] = "none",
         compile_model: bool = False,
     ) -> None:
         super().__init__(dims, device)
@@ -90,7 +90,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._seed = seed
         self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
-        self._activation_checkpointing: Mode = activation_checkpointing
+        self._activation_checkpointing = activation_checkpointing
         self._compile_model = compile_model
         self._engine: DeepSpeedEngine | None = None
         self._state: ZeroState | None = None
@@ -143,6 +143,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.accelerator.setup(trainer)
         objective = self.objective
         prepare_deepspeed(self._device)
+        check_settings(self.settings)
         self._prepare_swapping()
         self.parallelise(objective.model)
         self.model = objective
@@ -234,18 +235,20 @@ class DeepSpeedStrategy(EngineStrategy):
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The micro-batch's loss; the first one's activations are measured."""
         if "activations" in self._memory or self._compile_model:
-            loss: torch.Tensor = self.engine(micro_batch)
-            return loss
-        before = storage_bytes(self.objective.model.parameters())
+            return cast(torch.Tensor, self.engine(micro_batch))
         with ForwardMeter(self._device) as meter:
-            loss = self.engine(micro_batch)
-        gathered = storage_bytes(self.objective.model.parameters()) - before
-        self._memory["activations"] = max(0, meter.left_bytes() - gathered)
+            loss = cast(torch.Tensor, self.engine(micro_batch))
+        self._memory["activations"] = max(0, meter.left_bytes())
         return loss
 
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
-        self._memory.setdefault("gradients", storage_bytes(gradients))
+        if gradients and gradients[0].device != self._device and self._device.type == "cuda":
+            # ZeRO-1 and 2 copy offloaded gradients to pinned memory without waiting, and the norm is of the host's.
+            torch.cuda.synchronize(self._device)  # whatever stream of the backward pass copied
+        if "gradients" not in self._memory:
+            own = (p.grad for p in self.objective.model.parameters() if p.grad is not None)
+            self._memory["gradients"] = storage_bytes([*gradients, *own], self._device.type)
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
@@ -297,22 +300,6 @@ class DeepSpeedStrategy(EngineStrategy):
     def holds_whole_model(self) -> bool:
         return self.stage < 3
 
-    def memory_parts(self) -> dict[str, int]:
-        """Bytes this rank keeps in memory: weights with their fp32 masters, gradients, optimizer state, activations.
-
-        Activations are what the run's first forward pass left for its backward pass (not known where blocks are
-        compiled); gradients are those after the first window. What lies on a disk is in none.
-        """
-        parameters = list(self.objective.model.parameters())
-        parts = [part for p in parameters if (part := getattr(p, "ds_tensor", None)) is not None]
-        states = [v for state in self.state.optimizer.state.values() for v in state.values()]
-        return {
-            "weights": storage_bytes([*parameters, *parts, *self.state.masters()]),
-            "gradients": self._memory.get("gradients", 0),
-            "optimizer": storage_bytes(v for v in states if isinstance(v, torch.Tensor)),
-            **{name: size for name, size in self._memory.items() if name == "activations"},
-        }
-
     # -- state --------------------------------------------------------------------------------------------------
 
     def model_pieces(self) -> list[Piece]:
@@ -324,8 +311,19 @@ class DeepSpeedStrategy(EngineStrategy):
     def gradient_pieces(self) -> list[Piece]:
         return self.state.gradient_pieces(self._unused)
 
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps on its device; weights with their fp32 masters. What is offloaded is not counted."""
+        kind, model = self._device.type, self.objective.model
+        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
+        states = [value for state in self.state.optimizer.state.values() for value in state.values()]
+        return {
+            "weights": storage_bytes([*weights, *self.state.masters()], kind),
+            "optimizer": storage_bytes((value for value in states if isinstance(value, torch.Tensor)), kind),
+            **self._memory,
+        }
+
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
-        self.state.create_optimizer_state(stored)
+        self.state.create_optimizer_state(stored, weights)
 
     @torch.no_grad()
     def pieces_written(self) -> None:

@@ -124,8 +124,17 @@ class ZeroState:
                     )
         return pieces
 
-    def create_optimizer_state(self, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Give every flat tensor the (empty) state that a checkpoint holds values for."""
+    def create_optimizer_state(
+        self,
+        stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        weights: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Give every flat tensor the (empty) state that a checkpoint holds values for.
+
+        Args:
+            weights: the type of every weight of the checkpoint. State of the weight's own type has the masters' type,
+                so that a run may go on from another precision.
+        """
         keys: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         for name, entry in stored.items():
             parameter, _, key = name.rpartition("/")
@@ -138,6 +147,7 @@ class ZeroState:
                 if key in state:
                     continue
                 if shape == f.shape and shape != ():
+                    dtype = flat.dtype if dtype == (weights or {}).get(f.name) else dtype
                     self.add_state(f.group, key, torch.zeros_like(flat, dtype=dtype))
                 else:
                     device = flat.device if on_device else torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +168,9 @@ def train(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        parts = strategy.memory_parts() if strategy.optimizers else {}
+        parts: dict[str, int] = {}
+        with suppress(Exception):  # in the middle of a step an engine may not be able to tell
+            parts = strategy.memory_parts()
         raise out_of_memory(error, rank, config, dims, plan, model, parts) from error
     finally:
         if writer is not None:

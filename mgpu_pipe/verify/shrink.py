@@ -10,10 +10,11 @@ from typing import Any
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, StrategyConfig, SyntheticConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import is_noise, resolved_fields
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.verify.shrink_model import is_noise, shrink_model
+from mgpu_pipe.verify.shrink_model import shrink_model
 
 STEPS = 10
 MAX_LR = 3e-4
@@ -22,11 +23,13 @@ SEQ_LEN = 32
 BUCKET_MIB = 0.05
 """Several gradient buckets even for a small model."""
 SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "strategy", "precision", "trainer")
+TOLD = ("optimizer.lr", "strategy.offload")
 NOISE_REASON = "parity under random noise is statistical"
 REASONS = {
     "optimizer.lr": "the bounds hold for rates up to 3e-4",
     "data.source": "random packed documents with uneven label masks and padding",
     "objective.loss_chunk_tokens": "so that the loss is computed in several chunks",
+    "strategy.offload": "on CPU processes everything is in host memory already",
     "strategy.bucket_mib": "so that there are several gradient buckets",
     "model.attn_implementation": "there is no such kernel for CPUs",
     "model.path": "the small model starts from random weights",
@@ -43,7 +46,7 @@ class Shrunk:
 
     def told(self) -> list[str]:
         """The changes a user should hear of: those that take something away from what is verified."""
-        heard = {key: change for key, change in self.changes.items() if key == "optimizer.lr" or _is_noise(key)}
+        heard = {key: change for key, change in self.changes.items() if key in TOLD or _is_noise(key)}
         return [
             f"{key}={change['to']} here instead of {change['from']}: {change['why']}" for key, change in heard.items()
         ]
@@ -53,10 +56,13 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     """The small run of ``config`` on the topology ``dims``.
 
     Raises:
-        ConfigError: sizes of the configured batch that do not divide.
+        ConfigError: sizes of the configured batch that do not divide, or a precision that CPU processes do not have.
         ModelFolderError: ``model.path`` has no readable ``config.json``.
     """
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    if config.precision.name == "fp8":
+        reason = "verify computes on CPU processes, which have no float8"
+        raise ConfigError("precision.name", "fp8", "verify with precision=bf16", reason)
     steps = min(steps, config.trainer.max_steps or steps)
     unit = lcm(2 * dims.cp, dims.tp)  # a context-parallel rank may take two pieces of the sequence
     seq_len = -(-min(config.data.seq_len, SEQ_LEN) // unit) * unit
@@ -93,6 +99,8 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
 
 
 def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyConfig:
+    if strategy.engine == "mesh":  # on the CPU everything is in host memory already
+        strategy = replace(strategy, offload="none")
     return replace(
         strategy, dp_replicate=dims.dp_replicate, dp_shard=dims.dp_shard, tp=dims.tp, pp=dims.pp, cp=dims.cp,
         ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB), pipeline=replace(strategy.pipeline, layers=[]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.config_source import ConfigClass, config_class
-from mgpu_pipe.models.fields import config_fields, model_types, resolved_fields
+from mgpu_pipe.models.fields import config_fields, is_noise, model_types, resolved_fields
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.topology import ParallelDims
 
@@ -178,11 +178,6 @@ def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict
 def _dropouts(fields: Mapping[str, Any]) -> dict[str, Any]:
     random = [name for name in fields if is_noise(name)]
     return {name: 0.0 for name in random if isinstance(fields[name], float) and fields[name] > 0}
-
-
-def is_noise(name: str) -> bool:
-    """Whether a field of a causal language model switches randomness on in its forward pass."""
-    return ("drop" in name or name == "router_jitter_noise") and not name.startswith(("summary_", "classifier_"))
 
 
 def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

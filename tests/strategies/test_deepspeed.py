@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.boxes import Piece, tiling_fault
 from mgpu_pipe.checkpoint.host import select
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.base import NonFiniteStep
@@ -92,13 +93,14 @@ def trained(
     offload: str = "none",
     offload_path: str | None = None,
     samples: int = 8,
+    raw: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     settings = generate(
         BatchPlan(samples, world, micro_batch_size), stage=stage, precision=precision, bucket_mib=0.01, offload=offload,
-        offload_path=offload_path,
+        offload_path=offload_path, raw=raw,
     )  # fmt: skip
     strategy = DeepSpeedStrategy(
         ParallelDims(dp_shard=world), CPU, settings, precision=precision, max_norm=max_norm, seed=5,
@@ -114,12 +116,12 @@ def trained(
     quiet_signals(trainer)
     try:
         trainer.fit(objective, Windows([window(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]))
-    except NonFiniteStep as error:
+    except (NonFiniteStep, ConfigError) as error:
         return {"error": str(error), "steps": len(watch.rows)}
     return {
         "rows": watch.rows, "gradients": watch.gradients, "initial": watch.initial,
         "weights": parts(strategy.model_pieces()), "state": parts(strategy.optimizer_pieces()),
-        "global_step": trainer.global_step, "head": objective._head is not None,
+        "memory": strategy.memory_parts(), "global_step": trainer.global_step, "head": objective._head is not None,
     }  # fmt: skip
 
 
@@ -184,6 +186,26 @@ def test_offload_to_host_memory_is_the_plain_loop(stage: int, world_size: int) -
 def test_a_nan_on_one_rank_stops_all_before_the_update(stage: int) -> None:
     for result in run_processes(2, trained, "llama", stage, 4, "fp32", 7, None, 3):
         assert result == {"error": "the loss at step 4", "steps": 3}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_is_the_closed_form(stage: int) -> None:
+    """Bytes of n parameters on two ranks: the weights, of which ZeRO-3 shards all; a half of masters and moments."""
+    n = sum(p.numel() for p in build_meta(MODELS["llama"]).parameters())
+    for result in run_processes(2, trained, "llama", stage, 4):
+        found = result["memory"]
+        assert found["weights"] == pytest.approx((4 * n / 2 if stage == 3 else 4 * n) + 4 * n / 2, rel=0.02)
+        assert found["optimizer"] == pytest.approx(8 * n / 2, rel=0.02)
+        assert 4 * n / 2 <= found["gradients"] * 1.02
+        assert found["activations"] > 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_raw_setting_that_deepspeed_refuses_is_named(stage: int) -> None:
+    raw = {"zero_optimization": {"overlap_comm": "maybe"}}
+    options = ("fp32", 7, None, None, "none", None, 8, raw)
+    (result,) = run_processes(1, trained, "llama", stage, 4, *options)
+    assert result["error"].startswith("strategy.deepspeed_config.zero_optimization.overlap_comm=maybe: DeepSpeed says")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
