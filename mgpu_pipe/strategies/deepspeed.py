@@ -23,6 +23,7 @@ from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
+from mgpu_pipe.parallel.memory import storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.build_extension import load_extensions
@@ -90,6 +91,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
+        self._first_step: int | None = None
+        self._gradient_bytes = 0
 
     @classmethod
     def from_config(
@@ -214,7 +217,17 @@ class DeepSpeedStrategy(EngineStrategy):
             loss = engine(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
             loss_sum += loss.detach()
+            if index == len(window.micro_batches) - 1:
+                self.state.gradients_reduced()
+            self._note_gradients(window)
         return self._finish_step(window, loss_sum)
+
+    def _note_gradients(self, window: StepWindow) -> None:
+        """The most that is held between the passes of the first window: ZeRO-1 keeps whole gradients till the last."""
+        if self._first_step is None:
+            self._first_step = window.step
+        if window.step == self._first_step:
+            self._gradient_bytes = max(self._gradient_bytes, storage_bytes(self.state.held_gradients()))
 
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
@@ -295,6 +308,19 @@ class DeepSpeedStrategy(EngineStrategy):
                 part.narrow(0, 0, values.numel()).copy_(values)
             else:
                 _gather_parts(parameter, values)
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps of weights, gradients and optimizer state, in whichever memory they are.
+
+        Gradients are the most that the first window's backward passes left behind.
+        """
+        frozen = [getattr(parameter, "ds_tensor", parameter) for _, parameter in self._frozen_parameters()]
+        masters = [values for _, values in self._frozen.values()]
+        return {
+            "weights": storage_bytes([*self.state.held_weights(), *frozen, *masters]),
+            "gradients": self._gradient_bytes,
+            "optimizer": storage_bytes(self.state.held_state()),
+        }
 
     def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.objective.model.named_parameters() if not p.requires_grad]
