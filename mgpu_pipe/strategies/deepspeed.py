@@ -21,6 +21,7 @@ from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
+from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.memory import storage_bytes
@@ -55,7 +56,8 @@ class DeepSpeedStrategy(EngineStrategy):
         precision: ``fp32`` or ``bf16``.
         max_norm: largest global gradient norm, or None.
         materialise: fills a model that was built on the meta device, in place; None for one that is filled.
-        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given.
+        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given and not
+            :class:`FolderWeights`, whose folder it reads part by part.
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
     """
@@ -159,8 +161,11 @@ class DeepSpeedStrategy(EngineStrategy):
         """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""
         dtype = COMPUTE_DTYPES[self._precision]
         if self.stage == 3:
-            seed = self._seed if self._materialise is not None else None
-            self._initial = partition_model(model, self.settings, seed, self._device, dtype)
+            folder = self._materialise.source if isinstance(self._materialise, FolderWeights) else None
+            drawn = self._materialise is not None and folder is None
+            self._initial = partition_model(
+                model, self.settings, self._device, dtype, seed=self._seed if drawn else None, folder=folder
+            )
             return
         if self._materialise is not None:
             self._materialise(model, self._device)
