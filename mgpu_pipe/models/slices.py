@@ -1,4 +1,4 @@
-"""A folder's safetensors weights into a model whose parameters may be sharded: each rank reads its own parts.
+"""A folder's safetensors weights into a model whose parameters are split: each rank reads its own parts.
 
 Where a checkpoint's tensor is a parameter under the same or another name, the rank reads its rows alone. Where
 transformers makes a parameter out of several tensors (the experts of a mixture, fused projections), that one parameter
@@ -8,7 +8,7 @@ is put together by transformers' own conversion and cut. So no rank holds more t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,20 @@ from mgpu_pipe.models.parts import local_tensor, parts_held
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Take = Callable[[str, Any], None]
+"""Takes what it needs of the parameter of a name: of a whole tensor, or of a file's slice that reads what is asked."""
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """Fills a meta model with the weights of the folder ``source.path``."""
+
+    source: ModelConfig
+
+    def __call__(self, model: PreTrainedModel, device: torch.device) -> None:
+        fill_from_folder(model, self.source, device)
 
 
 @dataclass(frozen=True)
@@ -74,36 +88,60 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
     """
-    from safetensors import safe_open
-
-    if source.path is None:
-        raise ConfigError("model.path", None, "give a Hugging Face model folder")
-    folder = Path(source.path).expanduser()
-    check_model_folder(folder)
+    _checked_folder(source)
     materialise_empty(model, device)
     targets = _targets(model)
+    parameters = {name: target.parameter for name, target in targets.items()}
+    shapes = {name: target.whole for name, target in targets.items()}
+    read_folder(source, parameters, shapes, lambda name, stored: targets[name].copy(stored))
+    return model.train()
+
+
+def read_folder(
+    source: ModelConfig, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]],
+    take: Take,
+) -> None:
+    """Show ``take`` every parameter of ``source`` in its folder, one after the other.
+
+    Args:
+        parameters: of the model, by all their names; those that are tied are one and the same.
+        shapes: whole shapes, by the same names.
+
+    Raises:
+        ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
+    """
+    from safetensors import safe_open
+
+    folder = _checked_folder(source)
     twin = build_meta(replace(source, freeze=[]))
     with ExitStack() as stack:
         files = {name: stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)}
         held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
         sources, unexpected = _sources(twin, list(held))
         mismatched = set()
-        filled = _convert(twin, sources, held, targets)
+        taken = _convert(twin, sources, held, shapes, take)
         for name, made_of in sources.items():
-            target = targets.get(name)
-            if target is None or made_of.converted:
+            if name not in shapes or made_of.converted:
                 continue  # a buffer; or done already
             stored = held[made_of.keys[0]].get_slice(made_of.keys[0])
-            if tuple(stored.get_shape()) == target.whole:
-                target.copy(stored)
-                filled.add(name)
+            if tuple(stored.get_shape()) == shapes[name]:
+                take(name, stored)
+                taken.add(name)
             else:
                 mismatched.add(name)
-    done = {id(targets[name].parameter) for name in filled | mismatched}
-    missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
+    done = {id(parameters[name]) for name in taken | mismatched}
+    first_names = {id(parameter): name for name, parameter in list(parameters.items())[::-1]}
+    missing = {name for key, name in first_names.items() if key not in done}
     found = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
     check_loading(folder, found, set())
-    return model.train()
+
+
+def _checked_folder(source: ModelConfig) -> Path:
+    if source.path is None:
+        raise ConfigError("model.path", None, "give a Hugging Face model folder")
+    folder = Path(source.path).expanduser()
+    check_model_folder(folder)
+    return folder
 
 
 def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source], set[str]]:
@@ -132,16 +170,16 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 def _convert(
     twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Any],
-    targets: Mapping[str, _Target],
+    shapes: Mapping[str, tuple[int, ...]], take: Take,
 ) -> set[str]:
-    """Fill what transformers makes of several tensors, one parameter at a time; names of what came out."""
+    """Show what transformers makes of several tensors, one parameter at a time; names of what came out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     filled = set()
     for name, made_of in sources.items():
-        if not made_of.converted or name not in targets:
+        if not made_of.converted or name not in shapes:
             continue
         tensors = {key: held[key].get_slice(key) for key in made_of.keys}
         mapping: Any = get_model_conversion_mapping(twin)
@@ -151,9 +189,8 @@ def _convert(
         for other, value in list(twin.named_parameters(remove_duplicate=False)):
             if value.is_meta:
                 continue
-            target = targets.get(other)
-            if target is not None and tuple(value.shape) == target.whole:
-                target.copy(value)
+            if tuple(value.shape) == shapes.get(other):
+                take(other, value.detach())
                 filled.add(other)
             module, _, attribute = other.rpartition(".")
             twin.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(value.to("meta"))

@@ -21,6 +21,7 @@ from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
+from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
@@ -57,7 +58,8 @@ class DeepSpeedStrategy(EngineStrategy):
         precision: ``fp32`` or ``bf16``.
         max_norm: largest global gradient norm, or None.
         materialise: fills a model that was built on the meta device, in place; None for one that is filled.
-        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given.
+        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given and not
+            :class:`FolderWeights`, whose folder it reads part by part.
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
         activation_checkpointing: ``none``, ``full`` or ``selective``.
@@ -100,6 +102,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
         self._memory: dict[str, int] = {}
+        self._first_step: int | None = None
 
     @classmethod
     def from_config(
@@ -172,8 +175,11 @@ class DeepSpeedStrategy(EngineStrategy):
         if self._compile_model:
             compile_blocks(model)
         if self.stage == 3:
-            seed = self._seed if self._materialise is not None else None
-            self._initial = partition_model(model, self.settings, seed, self._device, dtype)
+            folder = self._materialise.source if isinstance(self._materialise, FolderWeights) else None
+            drawn = self._materialise is not None and folder is None
+            self._initial = partition_model(
+                model, self.settings, self._device, dtype, seed=self._seed if drawn else None, folder=folder
+            )
             return
         if self._materialise is not None:
             self._materialise(model, self._device)
@@ -230,6 +236,9 @@ class DeepSpeedStrategy(EngineStrategy):
             loss = self._forward(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
             loss_sum += loss.detach()
+            if index == len(window.micro_batches) - 1:
+                self.state.gradients_reduced()
+            self._note_gradients(window)
         return self._finish_step(window, loss_sum)
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -241,14 +250,19 @@ class DeepSpeedStrategy(EngineStrategy):
         self._memory["activations"] = max(0, meter.left_bytes())
         return loss
 
+    def _note_gradients(self, window: StepWindow) -> None:
+        """The most that is held between the passes of the first window: ZeRO-1 keeps whole gradients till the last."""
+        if self._first_step is None:
+            self._first_step = window.step
+        if window.step == self._first_step:
+            held = storage_bytes(self.state.held_gradients(), self._device.type)
+            self._memory["gradients"] = max(self._memory.get("gradients", 0), held)
+
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
         if gradients and gradients[0].device != self._device and self._device.type == "cuda":
             # ZeRO-1 and 2 copy offloaded gradients to pinned memory without waiting, and the norm is of the host's.
             torch.cuda.synchronize(self._device)  # whatever stream of the backward pass copied
-        if "gradients" not in self._memory:
-            own = (p.grad for p in self.objective.model.parameters() if p.grad is not None)
-            self._memory["gradients"] = storage_bytes([*gradients, *own], self._device.type)
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
@@ -311,17 +325,6 @@ class DeepSpeedStrategy(EngineStrategy):
     def gradient_pieces(self) -> list[Piece]:
         return self.state.gradient_pieces(self._unused)
 
-    def memory_parts(self) -> dict[str, int]:
-        """Bytes this rank keeps on its device; weights with their fp32 masters. What is offloaded is not counted."""
-        kind, model = self._device.type, self.objective.model
-        weights = [getattr(parameter, "ds_tensor", parameter) for parameter in model.parameters()]
-        states = [value for state in self.state.optimizer.state.values() for value in state.values()]
-        return {
-            "weights": storage_bytes([*weights, *self.state.masters()], kind),
-            "optimizer": storage_bytes((value for value in states if isinstance(value, torch.Tensor)), kind),
-            **self._memory,
-        }
-
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
         self.state.create_optimizer_state(stored, weights)
 
@@ -337,6 +340,21 @@ class DeepSpeedStrategy(EngineStrategy):
                 part.narrow(0, 0, values.numel()).copy_(values)
             else:
                 _gather_parts(parameter, values)
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps on its device of weights, gradients and optimizer state, and of activations.
+
+        Weights count with their fp32 masters; gradients are the most that the first window's backward passes left
+        behind; activations what the first forward pass left. What is offloaded is not counted.
+        """
+        kind = self._device.type
+        frozen = [getattr(parameter, "ds_tensor", parameter) for _, parameter in self._frozen_parameters()]
+        masters = [values for _, values in self._frozen.values()]
+        return {
+            "weights": storage_bytes([*self.state.held_weights(), *frozen, *masters], kind),
+            "optimizer": storage_bytes(self.state.held_state(), kind),
+            **self._memory,
+        }
 
     def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.objective.model.named_parameters() if not p.requires_grad]

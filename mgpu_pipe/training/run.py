@@ -28,7 +28,7 @@ from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
-from mgpu_pipe.models.slices import fill_from_folder
+from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -95,9 +95,7 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    # DeepSpeed partitions a loaded model; the mesh engine reads each rank's own slices.
-    by_slices = config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
-    model, fill = _build_model(config, device, sharded=by_slices)
+    model, fill = _build_model(config, device, sharded=_reads_slices(config, dims))
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
@@ -191,6 +189,13 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def _reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
+    """Whether each rank reads its own parts of a folder's weights, and none the whole."""
+    if config.strategy.engine == "deepspeed":
+        return config.strategy.deepspeed.stage == 3
+    return config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
+
+
 def _build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
@@ -201,11 +206,7 @@ def _build_model(
     if source.path is not None and not sharded:
         return load_pretrained(source, device), None
     if source.path is not None:
-
-        def read(model: PreTrainedModel, device: torch.device) -> None:
-            fill_from_folder(model, source, device)
-
-        return build_meta(source), read
+        return build_meta(source), FolderWeights(source)
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)

@@ -245,3 +245,20 @@ def test_offload_to_a_disk_is_the_plain_loop(
     arguments = (nvme_extension, trained, "wide", 3, micro_batch_size, *options)
     check("wide", run_processes(world_size, with_extensions_in, *arguments), 0.5)
     assert list(tmp_path.rglob("*.tensor.swp"))  # the state is large enough to have been there
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_keeps_what_the_closed_form_says(stage: int, precision: str) -> None:
+    """ZeRO's memory model (Rajbhandari et al. 2020), with fp32 gradients, and fp32 weights their own masters."""
+    world, number = 2, sum(p.numel() for p in build_meta(MODELS["llama"]).parameters())
+    part = number / world
+    compute, masters = (4, 0) if precision == "fp32" else (2, 4)
+    expected = {
+        "weights": compute * (part if stage == 3 else number) + masters * part,
+        "gradients": 4 * (number if stage == 1 else part),
+        "optimizer": 8 * part,
+    }
+    for result in run_processes(world, trained, "llama", stage, 2, precision):
+        for name, size in expected.items():
+            assert abs(result["memory"][name] / size - 1) < 0.02, name
