@@ -40,12 +40,12 @@ def measure(folder: str) -> list[dict[str, Any]]:
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the highest resident set begins anew (man 5 proc)
         with AllocationWatch() as watch:
-            engine.parallelise(model)
+            split = engine(model)  # what it holds has to live while it is measured
         found.append({
             "whole": sum(sizes), "largest": max(sizes), "part": _part(model), "peak": watch.peak,
             "one": watch.largest, "resident": _resident("VmHWM") - before,
         })  # fmt: skip
-        del model, engine
+        del model, engine, split
     return found
 
 
@@ -55,9 +55,10 @@ def _strategy(name: str, source: Any) -> Any:
 
     from mgpu_pipe.models.build import materialise
     from mgpu_pipe.models.slices import FolderWeights
+    from mgpu_pipe.objectives.causal_lm import CausalLMObjective
     from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
     from mgpu_pipe.strategies.deepspeed_config import generate
-    from mgpu_pipe.strategies.mesh import MeshStrategy
+    from mgpu_pipe.strategies.mesh_split import SplitModel, SplitOptions
     from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -68,9 +69,14 @@ def _strategy(name: str, source: Any) -> Any:
     cpu, world = torch.device("cpu"), dist.get_world_size()
     dims = ParallelDims(dp_shard=world)
     if name == "fsdp":
-        return MeshStrategy(dims, cpu, materialise=fill)
+
+        def split(model: Any) -> SplitModel:
+            return SplitModel(CausalLMObjective(model, None, lambda step: 1.0, 0), dims, cpu, SplitOptions(), fill)
+
+        return split
     prepare_deepspeed(cpu)
-    return DeepSpeedStrategy(dims, cpu, generate(BatchPlan(world, world, 1), stage=3), seed=1, materialise=fill)
+    settings = generate(BatchPlan(world, world, 1), stage=3)
+    return DeepSpeedStrategy(dims, cpu, settings, seed=1, materialise=fill).parallelise
 
 
 def _part(model: Any) -> int:

@@ -101,7 +101,8 @@ def _continue(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     end = tokenizer.eos_token_id
     settings = GenerationConfig(
-        max_new_tokens=room, eos_token_id=end, pad_token_id=end if end is not None else 0, use_cache=use_cache, **sampling
+        max_new_tokens=room, eos_token_id=end, pad_token_id=end if end is not None else 0, use_cache=use_cache,
+        **sampling,
     )
     torch.manual_seed(seed)
     given = torch.tensor([ids], device=next(model.parameters()).device)

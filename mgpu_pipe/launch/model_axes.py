@@ -1,4 +1,4 @@
-"""What the model axes (tp, pp, cp, ep) ask of model, batch and options, before launch; what ``check`` shows. No torch."""
+"""What the model axes (tp, pp, cp, ep) ask of model, batch and options; what ``check`` shows of them. No torch."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from mgpu_pipe.errors import ConfigError
@@ -102,6 +102,10 @@ def families_with_tensor_plan() -> list[str]:
     return [name for name in sorted(auto_mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")) if has_tensor_plan(name)]
 
 
+def _divides(width: int, size: int) -> bool:
+    return width % size == 0
+
+
 def tensor_parallel_errors(
     fields: Mapping[str, Any],
     model_type: str,
@@ -165,7 +169,7 @@ def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, C
             lambda size: key_value % size == 0 or size % key_value == 0,
         )
     for name, width in _widths(fields, cut, own):
-        yield f"it does not divide the feed-forward width, {name}={width}", lambda size, width=width: width % size == 0
+        yield f"it does not divide the feed-forward width, {name}={width}", partial(_divides, width)
     vocabulary = _size(fields, "vocab_size")
     if vocabulary:
         yield f"the vocabulary has {vocabulary} tokens", lambda size: size <= vocabulary

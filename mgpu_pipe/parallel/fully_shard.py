@@ -78,8 +78,10 @@ def apply_fully_shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    # Ranks may use different parameters in a pass (a branch that some samples take): all reduce all of them.
-    root.set_reduce_scatter_unused_params(True)
+    # Ranks may use different parameters in a pass (a branch that some samples take): all reduce all of them. FSDP2
+    # before torch 2.13 cannot, and there ranks have to use the same.
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
     for unit in units:
         if not unit.in_backward:
             _sharded(unit).set_unshard_in_backward(False)

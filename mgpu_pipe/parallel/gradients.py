@@ -85,4 +85,5 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> 
     local = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]
-    torch._foreach_mul_(local, factor)  # type: ignore[attr-defined]
+    if local:
+        torch._foreach_mul_(local, factor)  # type: ignore[attr-defined]

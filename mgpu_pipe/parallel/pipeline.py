@@ -108,7 +108,9 @@ class Pipeline:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def run_window(self, micro_batches: Sequence[MicroBatch], normalizer: float, loss_scale: float = 1.0) -> torch.Tensor:
+    def run_window(
+        self, micro_batches: Sequence[MicroBatch], normalizer: float, loss_scale: float = 1.0
+    ) -> torch.Tensor:
         """Forward and backward of a step window; gradients are added to what the parameters hold.
 
         Args:

@@ -72,8 +72,8 @@ class StageView:
             yield
         finally:
             self._received.hidden_states = None
-            for parent, name, module in held:
-                parent._modules[name] = module
+            for parent, name, own in held:
+                parent._modules[name] = own
 
     def __call__(self, received: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states, or the last stage's logits, of a micro-batch, given what the stage before made of it."""

@@ -145,10 +145,11 @@ def build_schedule(
     assert SCHEDULES[name].more_stages or len(stages) == SCHEDULES[name].stages_per_rank
     if name in SINGLE:
         return SINGLE[name](stages[0], num_micro_batches, loss_fn=loss_function, scale_grads=False)
-    schedule = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    schedule: Any = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
     # A rank's stages share one sharded module, which torch would free when the first of them is through.
     for rank, actions in schedule.pipeline_order_with_comms.items():
         kept = [action for action in actions if action.computation_type is not RESHARD]
         freed = [action for action in actions if action.computation_type is RESHARD]
         schedule.pipeline_order_with_comms[rank] = [*kept, *freed]
+    assert isinstance(schedule, PipelineScheduleMulti)
     return schedule

@@ -218,7 +218,7 @@ class TensorParallel:
                 setattr(module, count, heads // self.size)
         if key_value_heads is not None:
             if "query_heads" in counts:
-                module.num_key_value_groups = counts["query_heads"] // self.size // key_value_heads[1]
+                module.__dict__["num_key_value_groups"] = counts["query_heads"] // self.size // key_value_heads[1]
             for count in KEY_VALUE_COUNTS:
                 if isinstance(module.__dict__.get(count), int):
                     setattr(module, count, key_value_heads[1])
@@ -282,7 +282,7 @@ class TensorParallel:
         has_norm = isinstance(norm, nn.Module) and any(True for _ in norm.parameters())
         for stage in stages:
             to_norm = has_norm and stage.stop == len(blocks)
-            last = norm if to_norm else blocks[stage.stop - 1]
+            last = norm if to_norm and isinstance(norm, nn.Module) else blocks[stage.stop - 1]
             split_between(
                 sequence, blocks[stage.start], last, addends if stage.start == 0 else [],
                 has_head and stage.stop == len(blocks),

@@ -155,7 +155,9 @@ class MeshStrategy(EngineStrategy):
         parameters = self.split.parameters
         loss, norm, stop = self.split.end_window(loss_sum, self._stop_requested(), window)
         if "gradients" not in self._memory:
-            self._memory["gradients"] = storage_bytes(p.grad for p in parameters if p.grad is not None)
+            self._memory["gradients"] = storage_bytes(
+                (p.grad for p in parameters if p.grad is not None), self._device.type
+            )
         check_finite(loss, 0.0, window)
         if self._loss_scale is not None:
             norm /= self._loss_scale.value
@@ -244,17 +246,18 @@ class MeshStrategy(EngineStrategy):
             self._loss_scale.restore(state["loss_scale"])
 
     def memory_parts(self) -> dict[str, int]:
-        """Bytes this rank keeps: of weights, gradients and optimizer state, and of activations.
+        """Bytes this rank keeps on its device: of weights, gradients and optimizer state, and of activations.
 
         Activations are what the run's first forward pass left for its backward pass (not known where blocks are
         compiled); gradients are those after the first window.
         """
         self.split.settle()
-        states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
+        kind = self._device.type
+        states = [v for optimizer in self.optimizers for state in optimizer.state.values() for v in state.values()]
         return {
-            "weights": storage_bytes(self.objective.model.parameters()),
+            "weights": storage_bytes(self.objective.model.parameters(), kind),
             "gradients": self._memory.get("gradients", 0),
-            "optimizer": storage_bytes(v for state in states for v in state.values() if isinstance(v, torch.Tensor)),
+            "optimizer": storage_bytes((v for v in states if isinstance(v, torch.Tensor)), kind),
             **{name: size for name, size in self._memory.items() if name == "activations"},
         }
 

@@ -86,7 +86,7 @@ def built(source: ModelConfig) -> dict[str, int]:
     objective = CausalLMObjective(model, None, lambda step: 1.0, 7)
     dims = ParallelDims(dp_shard=dist.get_world_size())
     with AllocationWatch() as watch:
-        SplitModel(objective, dims, torch.device("cpu"), SplitOptions(), fill)
+        SplitModel(objective, dims, CPU, SplitOptions(), filling(source))
     shard = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
     return {"whole": whole, "largest": largest, "shard": shard, "peak": watch.peak, "one": watch.largest}
 
