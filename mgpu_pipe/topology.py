@@ -185,8 +185,11 @@ class BatchPlan:
         return self.samples_per_process // self.micro_batch_size
 
     @classmethod
-    def resolve(cls, data: DataConfig, data_parallel_size: int) -> BatchPlan:
+    def resolve(cls, data: DataConfig, data_parallel_size: int, stages: int = 1) -> BatchPlan:
         """Derive the number of micro-batches.
+
+        Args:
+            stages: ranks of the pipeline. ``auto`` keeps them busy with two micro-batches each, where it can.
 
         Raises:
             ConfigError: sizes that do not divide, with the nearest ones that do.
@@ -204,7 +207,12 @@ class BatchPlan:
         share = total // data_parallel_size
         divisors = [n for n in range(1, share + 1) if share % n == 0]
         if data.micro_batch_size == "auto":
-            return cls(total, data_parallel_size, max(n for n in divisors if n <= MAX_AUTO_MICRO_BATCH))
+            small = [n for n in divisors if n <= MAX_AUTO_MICRO_BATCH]
+            for count in (2 * stages, stages, 1):
+                fits = [n for n in small if share // n >= count and (share // n) % stages == 0]
+                if fits:
+                    return cls(total, data_parallel_size, max(fits))
+            return cls(total, data_parallel_size, max(small))
         micro = data.micro_batch_size
         if micro not in divisors:
             nearest_divisors = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])

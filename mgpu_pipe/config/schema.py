@@ -74,7 +74,8 @@ class DataConfig:
     global_batch_size: int = 32
     """Samples an optimizer step, over all processes; fixes the mathematics."""
     micro_batch_size: int | Auto = "auto"
-    """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8."""
+    """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8, and, with
+    pp, leaves each stage two micro-batches."""
     validation_fraction: float = 0.05
     """Share of the documents that is held out; 0 holds out none."""
     validation_paths: list[str] = field(default_factory=list)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +64,11 @@ def generate_text(
     """
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
-    was_training, own_forward = model.training, model.__dict__.get("forward")
+    was_training = model.training
     model.eval()
-    if forward is not None:
-        model.forward = forward  # type: ignore[method-assign]
     device = next(model.parameters()).device
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), _forward_in_place(model, forward), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             return [
                 _continue(
                     model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together,
@@ -79,10 +78,33 @@ def generate_text(
             ]
     finally:
         model.train(was_training)
-        if forward is not None:
-            del model.forward
-            if own_forward is not None:
-                model.forward = own_forward  # type: ignore[method-assign]
+
+
+@contextmanager
+def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """Let ``model(...)`` call ``forward``, inside which it is the model's own again."""
+    if forward is None:
+        yield
+        return
+    own = model.__dict__.get("forward")
+
+    def take_back() -> None:
+        model.__dict__.pop("forward")
+        if own is not None:
+            model.__dict__["forward"] = own
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        take_back()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            model.__dict__["forward"] = given
+
+    model.__dict__["forward"] = given
+    try:
+        yield
+    finally:
+        take_back()
 
 
 def _continue(

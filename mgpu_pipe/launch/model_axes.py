@@ -10,7 +10,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.launch.pipeline_errors import pipeline_errors
 from mgpu_pipe.launch.pipeline_picture import schedule_lines
 from mgpu_pipe.models.context_checks import context_parallel_errors
-from mgpu_pipe.models.expert_checks import expert_parallel_errors, router_loss_errors
+from mgpu_pipe.models.experts import expert_parallel_errors, router_loss_errors
 from mgpu_pipe.models.tensor_plans import tensor_parallel_errors
 from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, stage_layers
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
@@ -27,10 +27,11 @@ def model_axis_errors(
     """
     strategy, model_type = config.strategy, str(fields.get("model_type"))
     errors: list[BadInputError] = list(_option_errors(config, dims))
-    errors += router_loss_errors(fields, model_type, config.objective.router_aux_loss)
+    errors += router_loss_errors(model_type, config.objective.router_aux_loss)
     if not dims.uses_model_axes:
         return errors
-    errors += tensor_parallel_errors(fields, model_type, dims.tp, strategy.sequence_parallel, config.data.seq_len)
+    if dims.tp > 1:
+        errors += tensor_parallel_errors(fields, model_type, dims.tp, strategy.sequence_parallel, config.data.seq_len)
     errors += context_parallel_errors(
         fields, model_type, dims.cp, strategy.context.method, config.data.seq_len, dims.tp
     )

@@ -17,7 +17,7 @@ def overview(config: RunConfig) -> list[tuple[str, str]]:
     """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors."""
     world = world_size(config)
     dims = ParallelDims.resolve(config.strategy, world)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     engine = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
     pipeline: list[str] = []
     if config.strategy.engine == "mesh" and dims.pp > 1:

@@ -149,7 +149,7 @@ def _size_errors(config: RunConfig) -> list[BadInputError]:
     if not errors:
         try:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
-            plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+            plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
         except ConfigError as error:

@@ -118,7 +118,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return cls(
             dims,
             device,
-            deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size)),
+            deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)),
             precision=resolve_precision(config),
             max_norm=config.trainer.gradient_clip_val,
             materialise=materialise,

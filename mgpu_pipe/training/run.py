@@ -83,7 +83,7 @@ def train(
     _quiet_lightning()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.resolve(config.strategy, world_size)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     device = _device(config)
     precision = resolve_precision(config)
     torch.manual_seed(config.seed)

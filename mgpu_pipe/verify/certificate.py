@@ -63,7 +63,7 @@ def certificate(
         comparisons: how many comparisons were made.
         environment: of :func:`mgpu_pipe.launch.environment.describe_environment`.
     """
-    plan = BatchPlan.resolve(small.config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(small.config.data, dims.data_parallel_size, dims.pp)
     precision = small.config.precision.name
     values: dict[str, object] = {
         "passed": holds(worst),

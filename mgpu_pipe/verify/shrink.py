@@ -59,7 +59,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         ConfigError: sizes of the configured batch that do not divide, or a precision that CPU processes do not have.
         ModelFolderError: ``model.path`` has no readable ``config.json``.
     """
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     if config.precision.name == "fp8":
         reason = "verify computes on CPU processes, which have no float8"
         raise ConfigError("precision.name", "fp8", "verify with precision=bf16", reason)
