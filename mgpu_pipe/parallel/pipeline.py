@@ -19,7 +19,7 @@ from torch import nn
 from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
 from mgpu_pipe.parallel.pipeline_cut import StageView, cut_stages
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank
+from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline_timing import forward_slots
 
@@ -33,7 +33,7 @@ class PipelinePlan:
     """Which stages are where, equal on every rank.
 
     Attributes:
-        schedule: one of :data:`SCHEDULES`.
+        schedule: one of :data:`pipeline_streams.SCHEDULES`.
         layers: of every stage.
         stages_of_ranks: the stages of every pipeline rank.
     """
@@ -101,7 +101,9 @@ class Pipeline:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def run_window(self, micro_batches: Sequence[MicroBatch], normalizer: float, loss_scale: float = 1.0) -> torch.Tensor:
+    def run_window(
+        self, micro_batches: Sequence[MicroBatch], normalizer: float, loss_scale: float = 1.0
+    ) -> torch.Tensor:
         """Forward and backward of a step window; gradients are added to what the parameters hold.
 
         Args:
