@@ -1,4 +1,4 @@
-"""The traced bubble of every pipeline schedule over the theoretical one, with 4 stages' ranks and 8 and 16 micro-batches.
+"""The traced bubble of every pipeline schedule over the theoretical one: 4 ranks, 8 and 16 micro-batches.
 
 The product's stages and torch's schedules run for real, on 4 processes with gloo, hidden states handed from stage to
 stage; only compute is replaced by sleeps, so that two cores can hold any number of stages. A sleep is calibrated: it

@@ -100,7 +100,8 @@ def _layer_errors(
         return []
     given = ",".join(map(str, by_hand))
     if len(by_hand) != stages:
-        return [ConfigError(LAYERS_KEY, given, f"give {stages} numbers", f"{schedule} with pp={pp} has {stages} stages")]
+        return [ConfigError(LAYERS_KEY, given, f"give {stages} numbers",
+                            f"{schedule} with pp={pp} has {stages} stages")]  # fmt: skip
     if min(by_hand) < 1:
         return [ConfigError(LAYERS_KEY, given, "give every stage at least 1 layer")]
     if sum(by_hand) != num_layers:

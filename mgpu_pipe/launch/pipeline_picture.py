@@ -11,7 +11,7 @@ from mgpu_pipe.parallel.pipeline_timing import EQUAL, Timed, bubble_of, most_in_
 WIDTH = 100
 IDLE = "."
 LEGEND = {
-    "F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights",
+    "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def pipeline_picture(
     lines = [f"{f'rank {rank}':<{head}}{row}".rstrip() for rank, row in enumerate(rows)]
     kinds = sorted({action.kind for stream in by_rank for action in stream}, key="FBIW".index)
     legend = ", ".join(f"{kind} {LEGEND[kind]}" for kind in kinds)
-    small = "; small letters: a rank's second stage" if len(held[0]) > 1 else ""
+    small = "; small letters: second stage" if len(held[0]) > 1 else ""
     return [*lines, f"{legend}, {IDLE} idle{small}"]
 
 

@@ -16,6 +16,13 @@ class Removed(nn.Module):
         return hidden_states
 
 
+class RemovedHead(Removed):
+    """Hands on hidden states in memory of their own: they leave the model, and views cannot be detached in place."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return hidden_states.clone() if hidden_states._is_view() else hidden_states
+
+
 class RemovedEmbedding(nn.Module):
     """Gives what only has the shape and type of embedded tokens, (rows, seq_len, width): nothing is looked up.
 

@@ -35,7 +35,7 @@ class PipelinePlan:
     """Which stages are where, equal on every rank.
 
     Attributes:
-        schedule: one of :data:`SCHEDULES`.
+        schedule: one of :data:`pipeline_streams.SCHEDULES`.
         layers: of every stage.
         stages_of_ranks: the stages of every pipeline rank.
     """

@@ -8,6 +8,7 @@ costs twice the forward pass everywhere.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,8 @@ class StageContent:
         """In words: ``stage 0 on rank 0: embedding, layers 0-3, 1.2M parameters, 24% of the work``."""
         layers = f"layer {self.layers.start}" if len(self.layers) == 1 else f"layers {self.layers[0]}-{self.layers[-1]}"
         parts = ["embedding"] * self.first + [layers] + ["norm and head"] * self.last
-        size = self.parameters / 1e6
-        return f"stage {self.stage} on rank {self.rank}: {', '.join(parts)}, {size:.3g}M parameters, {self.share:.0%} of the work"
+        held = f"{', '.join(parts)}, {self.parameters / 1e6:.3g}M parameters"
+        return f"stage {self.stage} on rank {self.rank}: {held}, {self.share:.0%} of the work"
 
 
 def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
@@ -133,7 +134,7 @@ def stage_layers(costs: LayerCosts, stages: int, by_hand: Sequence[int] | None =
     for row in reversed(best[1:]):
         cuts.append(row[cuts[-1]][2])
     cuts.reverse()
-    return tuple(range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
 
 
 def stage_contents(

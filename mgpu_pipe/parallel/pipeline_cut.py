@@ -21,7 +21,7 @@ from torch import nn
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.layout import Layout, add_layouts
-from mgpu_pipe.models.removed import Received, Removed, RemovedEmbedding
+from mgpu_pipe.models.removed import Received, Removed, RemovedEmbedding, RemovedHead
 from mgpu_pipe.models.stage_parts import STAGE_PARTS, StageParts
 
 if TYPE_CHECKING:
@@ -57,12 +57,12 @@ class StageView:
         if not self.first:
             self._swaps += [(*_place(model, name), self._embedding) for name in parts.first]
         if not self.last:
-            self._swaps += [(*_place(model, name), Removed()) for name in parts.last]
+            self._swaps += [(*_place(model, parts.norm), Removed()), (*_place(model, parts.head), RemovedHead())]
 
     @contextmanager
     def shown(self, received: torch.Tensor | None) -> Iterator[None]:
         """For the length of a forward pass the model is this stage alone, fed with ``received``."""
-        held = [(parent, name, parent._modules[name]) for parent, name, _ in self._swaps]
+        held = [(parent._modules, name, parent._modules[name]) for parent, name, _ in self._swaps]
         self._received.hidden_states = received
         if received is not None:
             self._embedding.dtype = received.dtype
@@ -72,8 +72,8 @@ class StageView:
             yield
         finally:
             self._received.hidden_states = None
-            for parent, name, own in held:
-                parent._modules[name] = own
+            for modules, name, whole in held:
+                modules[name] = whole
 
     def __call__(self, received: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Hidden states, or the last stage's logits, of a micro-batch, given what the stage before made of it."""

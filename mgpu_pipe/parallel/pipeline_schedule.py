@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import RESHARD, PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
 
@@ -71,9 +71,7 @@ class ScheduledStage(PipelineStage):
         share.append(self)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output = self._compute(args[0] if args else None, kwargs)
-        # The split backward pass detaches it in place, which a view (of all of it) refuses.
-        return output.clone() if output._is_view() else output
+        return self._compute(args[0] if args else None, kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -82,8 +80,12 @@ class ScheduledStage(PipelineStage):
         self.most_in_flight = max(self.most_in_flight, len(self.fwd_cache))
         return output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it, and with it its graph, to the window's end
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             info.buffer = None
 
@@ -145,11 +147,13 @@ def build_schedule(
     assert SCHEDULES[name].more_stages or len(stages) == SCHEDULES[name].stages_per_rank
     if name in SINGLE:
         return SINGLE[name](stages[0], num_micro_batches, loss_fn=loss_function, scale_grads=False)
-    schedule: Any = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
-    # A rank's stages share one sharded module, which torch would free when the first of them is through.
-    for rank, actions in schedule.pipeline_order_with_comms.items():
-        kept = [action for action in actions if action.computation_type is not RESHARD]
-        freed = [action for action in actions if action.computation_type is RESHARD]
-        schedule.pipeline_order_with_comms[rank] = [*kept, *freed]
-    assert isinstance(schedule, PipelineScheduleMulti)
+    schedule = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    _free_weights_last(schedule, dist.get_rank(stages[0].group))
     return schedule
+
+
+def _free_weights_last(schedule: PipelineScheduleMulti, rank: int) -> None:
+    """Sharded weights are freed when all stages of the rank are through: they are in one module."""
+    order: dict[int, list[Any]] = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    frees = [action for action in order[rank] if action.computation_type.value == "RESHARD"]
+    order[rank] = [*(action for action in order[rank] if action not in frees), *frees]

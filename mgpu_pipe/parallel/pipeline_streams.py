@@ -1,9 +1,9 @@
 """The order in which every rank of a pipeline works, for each schedule. No torch.
 
 A stream is one rank's list of actions: ``F`` a forward pass of one stage for one micro-batch, ``B`` its backward pass,
-or, where a schedule splits that, ``I`` the gradient of the stage's input and ``W`` those of its weights. The streams are
-those that torch's schedules run (a test compares them), so that a schedule can be printed, counted and timed where
-torch is not at hand.
+or, where a schedule splits that, ``I`` the gradient of the stage's input and ``W`` those of its weights. The streams
+are those that torch's schedules run (a test compares them), so that a schedule can be printed, counted and timed
+where torch is not at hand.
 
 Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2); zero bubble, ZB-H1 interleaved and ZB-V (Qi et al. 2024, arXiv:2401.10241, and
@@ -36,7 +36,7 @@ class ScheduleTraits:
     Attributes:
         stages_per_rank: the number of stages that a rank holds; where ``more_stages``, the least.
         v_shaped: a rank's second stage counts from the end, so that the first rank holds the first and the last one.
-        splits_backward: gradients of inputs and of weights are computed apart, which torch refuses compiled modules for.
+        splits_backward: gradients of inputs and of weights are computed apart; torch refuses compiled modules then.
     """
 
     stages_per_rank: int = 1

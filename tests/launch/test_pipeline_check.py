@@ -20,19 +20,19 @@ EIGHT = {"num_hidden_layers": 8}
     ("arguments", "said"),
     [
         (("llama", 4, "1fb1", 8), "strategy.pipeline.schedule=1fb1: no such schedule; did you mean 1f1b?"),
-        (("falcon", 2, "1f1b", 8), "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1, or one "
-                                   "of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"),
+        (("falcon", 2, "1f1b", 8), "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1, or "
+                                   "one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"),
         (("llama", 9, "1f1b", 9), "strategy.pp=9: 1f1b cuts 8 layers into 9 stages; use at most strategy.pp=8, or a "
                                   "model of at least 9 layers"),
         (("llama", 6, "zbv", 12), "strategy.pp=6: zbv cuts 8 layers into 12 stages; use at most strategy.pp=4, or "
                                   "strategy.pipeline.schedule=1f1b, or a model of at least 12 layers"),
-        (("llama", 4, "1f1b", 3), "strategy.pipeline.schedule=1f1b: on 4 ranks it does not take 3 micro-batches a step; "
-                                  "make it 4 by data.global_batch_size or data.micro_batch_size"),
+        (("llama", 4, "1f1b", 3), "strategy.pipeline.schedule=1f1b: on 4 ranks it does not take 3 micro-batches a "
+                                  "step; make it 4 by data.global_batch_size or data.micro_batch_size"),
         (("llama", 4, "dualpipev", 6), "strategy.pipeline.schedule=dualpipev: on 4 ranks it does not take 6 "
                                        "micro-batches a step; make it 8 by data.global_batch_size or "
                                        "data.micro_batch_size"),
-        (("llama", 2, "interleaved_1f1b", 5), "strategy.pipeline.schedule=interleaved_1f1b: on 2 ranks it does not take "
-                                              "5 micro-batches a step; make it 4 or 6 by data.global_batch_size or "
+        (("llama", 2, "interleaved_1f1b", 5), "strategy.pipeline.schedule=interleaved_1f1b: on 2 ranks it does not "
+                                              "take 5 micro-batches a step; make it 4 or 6 by data.global_batch_size or "
                                               "data.micro_batch_size"),
         (("llama", 2, "zbv", 4, True), "model.compile=true: zbv computes gradients of inputs and weights apart, which "
                                        "torch refuses to do with compiled modules; use false, or "
@@ -79,8 +79,9 @@ def test_the_lines_of_check_name_bubble_and_stages() -> None:
     costs = LayerCosts(0.0, (1.0,) * 4, 1.0, 2_000_000, (1_000_000,) * 4, 2_000_000, 0, tied=True)
     contents = stage_contents(costs, stage_layers(costs, 4), (0, 1, 1, 0))
     lines = schedule_lines("zbv", 2, 4, contents)
+    bubble = "bubble 4.0% of the step, were all stages equally fast; at most 4 passes of a stage in flight on a rank"
     assert lines[0] == "zbv, 2 ranks of 2 stages, 4 micro-batches, gradients of inputs and weights apart"
-    assert "bubble 4.0% of the step, were all stages equally fast; at most 4 passes of a stage in flight on a rank" in lines
+    assert bubble in lines
     assert lines[-4] == "stage 0 on rank 0: embedding, layer 0, 3M parameters, 20% of the work"
     # The head is the embedding's own weight, which this rank has already.
     assert lines[-1] == "stage 3 on rank 0: layer 3, norm and head, 1M parameters, 40% of the work"

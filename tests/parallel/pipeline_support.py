@@ -66,22 +66,27 @@ def gradients_of(model: Any) -> dict[str, tuple[str, bool, torch.Tensor]]:
     return found
 
 
-def expected(model: ModelConfig, steps: int = 1, lr: float | None = None) -> dict[str, Any]:
-    """Loss and gradients of the last step, in one process; weights after it where there is a learning rate."""
+def expected(
+    model: ModelConfig, steps: int = 1, lr: float | None = None, micro_batch_size: int = 8
+) -> dict[str, Any]:
+    """Losses, gradients of the first and of the last step, and weights after it, in one process."""
     built = whole_model(model)
     optimizer = torch.optim.AdamW(built.parameters(), lr=lr or 0.0, weight_decay=0.0)
     objective = objective_of(built, 0)
-    losses = []
+    losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        one = window(step, 0, 1, 8)
-        loss = objective.micro_batch_loss(one.micro_batches[0])
-        loss.backward(torch.full_like(loss, 1 / one.normalizer))
-        losses.append(float(loss) / one.normalizer)
-        gradients = {name: p.grad.clone() for name, p in built.named_parameters()}
+        one = window(step, 0, 1, micro_batch_size)
+        total = 0.0
+        for batch in one.micro_batches:
+            loss = objective.micro_batch_loss(batch)
+            loss.backward(torch.full_like(loss, 1 / one.normalizer))
+            total += loss.item()
+        losses.append(total / one.normalizer)
+        gradients.append({name: p.grad.clone() for name, p in built.named_parameters()})
         if lr is not None:
             optimizer.step()
-    return {"losses": losses, "gradients": gradients,
+    return {"losses": losses, "first": gradients[0], "last": gradients[-1],
             "weights": {name: p.detach().clone() for name, p in built.named_parameters()}}  # fmt: skip
 
 

@@ -16,20 +16,20 @@ LR, STEPS = 3e-4, 3
 
 
 def steps_of(model_name: str, layers: int, schedule: str, steps: int) -> dict[str, Any]:
-    """AdamW steps of packed windows with uneven masks; this rank's loss, and gradients before the last update."""
+    """AdamW steps of packed windows with uneven masks; this rank's losses, and every step's gradients."""
     model, pipeline = build(model_of(model_name, layers), schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    losses = []
+    losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
         one = window(step, 0, 1, 1)
         losses.append(float(pipeline.run_window(one.micro_batches, one.normalizer)) / one.normalizer)
         pipeline.reduce_tied_gradients()
-        gradients = gradients_of(model)
+        gradients.append(gradients_of(model))
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "gradients": gradients, "weights": weights, "rank": pipeline.rank,
-            "last": pipeline.plan.last_rank, "in_flight": [stage.most_in_flight for stage in pipeline.stages]}  # fmt: skip
+            "last": pipeline.plan.last_rank}
 
 
 CASES = [
@@ -45,16 +45,20 @@ CASES = [
 def test_loss_gradients_and_weights_are_those_of_one_process(
     model_name: str, layers: int, schedule: str, ranks: int
 ) -> None:
-    one = expected(model_of(model_name, layers), STEPS, LR)
+    model = model_of(model_name, layers)
+    # Later steps' gradients are those of the same micro-batches: with others, rounding piles up through AdamW beyond
+    # the bound in one process too (1.5 times it, for the deep qwen3).
+    one, same = expected(model, STEPS, LR), expected(model, STEPS, LR, micro_batch_size=1)
     found = run_processes(ranks, steps_of, model_name, layers, schedule, STEPS)
     for result in found:
         for loss, loss0 in zip(result["losses"], one["losses"], strict=True):
             assert abs(loss / loss0 - 1) < 1e-5 if result["rank"] == result["last"] else loss == 0.0
-    assert worst_error([result["gradients"] for result in found], one["gradients"]) <= 1.0
+    assert worst_error([result["gradients"][0] for result in found], one["first"]) <= 1.0
+    assert worst_error([result["gradients"][-1] for result in found], same["last"]) <= 1.0
     difference = total = 0.0
     for result in found:
         for name, weight in result["weights"].items():
-            whole = one["weights"][result["gradients"][name][0]]
+            whole = one["weights"][result["gradients"][0][name][0]]
             difference += float((weight - whole).double().square().sum())
             total += float(whole.double().square().sum())
     assert (difference / total) ** 0.5 < 1e-5

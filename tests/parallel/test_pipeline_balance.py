@@ -16,7 +16,7 @@ def every_cut(layers: int, stages: int) -> list[tuple[range, ...]]:
     found = []
     for cuts in itertools.combinations(range(1, layers), stages - 1):
         ends = [0, *cuts, layers]
-        found.append(tuple(range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)))
+        found.append(tuple(range(start, stop) for start, stop in itertools.pairwise(ends)))
     return found
 
 
@@ -25,7 +25,9 @@ def test_no_cut_has_a_cheaper_costliest_stage() -> None:
     for _ in range(60):
         layers = generator.randint(1, 8)
         costs = LayerCosts(
-            generator.choice([0, 2]), tuple(generator.choice([1, 2, 5]) for _ in range(layers)), generator.choice([0, 7])
+            generator.choice([0, 2]),
+            tuple(generator.choice([1, 2, 5]) for _ in range(layers)),
+            generator.choice([0, 7]),
         )
         stages = generator.randint(1, layers)
         found = stage_layers(costs, stages)

@@ -37,7 +37,9 @@ def family(model_type: str) -> ModelConfig:
     return ModelConfig(name=model_type, type=model_type, config=fields)
 
 
-def parts_of(model: ModelConfig, ranks: tuple[tuple[int, ...], ...]) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
+def parts_of(
+    model: ModelConfig, ranks: tuple[tuple[int, ...], ...]
+) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
     """The cut models of all ranks, filled from the whole one, their stages, and each stage's objective."""
     whole = whole_model(model)
     values = dict(whole.named_parameters())
@@ -112,7 +114,7 @@ def test_a_tied_head_on_another_rank_is_a_copy_that_is_not_owned() -> None:
 
 def test_documents_stay_apart_in_every_stage() -> None:
     """Other tokens in a row's first document change nothing in its second one."""
-    models, views, _ = parts_of(model_of("llama", 6), LINE)
+    _, views, _ = parts_of(model_of("llama", 6), LINE)
     batch = window(0, 0, 1, 8).micro_batches[0]
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     starts = [int((row[1:] == 0).nonzero()[0]) + 1 for row in batch["position_ids"]]
