@@ -198,15 +198,20 @@ class _Ones(dict[str, torch.Tensor]):
 
 
 def test_kept_activations_of_a_block_by_the_closed_form() -> None:
-    """Two norms a block keep their input, the normalised and the weighted values, and the root of the mean square."""
+    """All of a block's bytes are divided by tp, but for its norms where the sequence is whole, and for the mask.
+
+    Two norms keep their input, the normalised and the weighted values, and the root of the mean square. The attention
+    operator keeps a float copy of the mask of packed documents, which is one for all heads.
+    """
     (one,) = run_processes(1, _activation_bytes, 1, False)
-    block = (one[1] - one[0]) / 2
+    mask = 4 * 2 * SEQ_LEN * SEQ_LEN
+    block = (one[1] - one[0]) / 2 - mask
     norms = 2 * (3 * MODELS["llama"].config["hidden_size"] + 1) * 4 * 2 * SEQ_LEN
     for tp in (2, 4):
         for result in run_processes(tp, _activation_bytes, tp, True):
-            assert (result[1] - result[0]) / 2 == block / tp
+            assert (result[1] - result[0]) / 2 == block / tp + mask
         for result in run_processes(tp, _activation_bytes, tp, False):
-            assert (result[1] - result[0]) / 2 == (block - norms) / tp + norms
+            assert (result[1] - result[0]) / 2 == (block - norms) / tp + norms + mask
 
 
 def _untouched() -> list[str]:
