@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
 from mgpu_pipe.parallel.pipeline_cut import StageView, cut_stages
@@ -122,6 +123,7 @@ class Pipeline:
         """
         self._seed, self._loss_scale = loss_scale / normalizer, loss_scale
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._find_sharded()
         count = len(micro_batches)
         schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
         whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
@@ -164,6 +166,11 @@ class Pipeline:
 
         return self._in_stage(batch, view.last, self._loss_scale, compute)
 
+    def _find_sharded(self) -> None:
+        """FSDP2's root looks for its units at its first forward pass; here while the model shows all that it holds."""
+        if isinstance(self._model, FSDPModule):
+            self._model._get_fsdp_state()._lazy_init()
+
     def _plain_boundary(self, batch: MicroBatch) -> tuple[int, ...]:
         return (*batch["input_ids"].shape, self._width)
 
@@ -200,6 +207,7 @@ class Pipeline:
         compute: Callable[[StageView, torch.Tensor | None, MicroBatch], torch.Tensor],
     ) -> list[torch.Tensor]:  # fmt: skip
         """The last stage's outputs in order; none on the other ranks."""
+        self._find_sharded()
         ranks, last = self.plan.ranks_of_stages, len(self.plan.layers) - 1
         held = self.plan.stages_of_ranks
         waiting: dict[tuple[int, int], torch.Tensor] = {}

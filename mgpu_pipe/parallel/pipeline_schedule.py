@@ -81,8 +81,9 @@ class ScheduledStage(PipelineStage):
         return output
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
+        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:  # fmt: skip
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it its graph, to the window's end

@@ -21,7 +21,8 @@ EIGHT = {"num_hidden_layers": 8}
     [
         (("llama", 4, "1fb1", 8), "strategy.pipeline.schedule=1fb1: no such schedule; did you mean 1f1b?"),
         (("falcon", 2, "1f1b", 8), "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1, or "
-                                   "one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe"),
+                                   "one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
+                                   "qwen3_moe"),
         (("llama", 9, "1f1b", 9), "strategy.pp=9: 1f1b cuts 8 layers into 9 stages; use at most strategy.pp=8, or a "
                                   "model of at least 9 layers"),
         (("llama", 6, "zbv", 12), "strategy.pp=6: zbv cuts 8 layers into 12 stages; use at most strategy.pp=4, or "
@@ -32,8 +33,8 @@ EIGHT = {"num_hidden_layers": 8}
                                        "micro-batches a step; make it 8 by data.global_batch_size or "
                                        "data.micro_batch_size"),
         (("llama", 2, "interleaved_1f1b", 5), "strategy.pipeline.schedule=interleaved_1f1b: on 2 ranks it does not "
-                                              "take 5 micro-batches a step; make it 4 or 6 by data.global_batch_size or "
-                                              "data.micro_batch_size"),
+                                              "take 5 micro-batches a step; make it 4 or 6 by "
+                                              "data.global_batch_size or data.micro_batch_size"),
         (("llama", 2, "zbv", 4, True), "model.compile=true: zbv computes gradients of inputs and weights apart, which "
                                        "torch refuses to do with compiled modules; use false, or "
                                        "strategy.pipeline.schedule=gpipe or 1f1b or interleaved_1f1b"),
