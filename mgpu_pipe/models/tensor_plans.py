@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 from mgpu_pipe.errors import ConfigError
@@ -102,10 +102,6 @@ def families_with_tensor_plan() -> list[str]:
     return [name for name in sorted(auto_mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")) if has_tensor_plan(name)]
 
 
-def _divides(width: int, size: int) -> bool:
-    return width % size == 0
-
-
 def tensor_parallel_errors(
     fields: Mapping[str, Any],
     model_type: str,
@@ -133,9 +129,7 @@ def tensor_parallel_errors(
         ]
     limits = list(_limits(fields, model_type))
     fits = [size for size in range(1, _largest(fields, tp) + 1) if all(fit(size) for _, fit in limits)]
-    errors = [
-        ConfigError("strategy.tp", tp, f"use one of {fits}", what) for what, fit in limits if not fit(tp)
-    ]  # fmt: skip
+    errors = [ConfigError("strategy.tp", tp, f"use one of {fits}", what) for what, fit in limits if not fit(tp)]
     if sequence_parallel and model_type not in SEQUENCE_PLANS:
         errors.append(
             ConfigError(
@@ -161,7 +155,7 @@ def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, C
     own = model_type in OWN_FAMILIES
     heads = _size(fields, "num_attention_heads")
     if heads and (own or "q_proj" in cut):
-        yield f"it does not divide the {heads} attention heads", lambda size: heads % size == 0
+        yield f"it does not divide the {heads} attention heads", _divides(heads)
     key_value = _size(fields, "num_key_value_heads")
     if key_value and key_value != heads and "k_proj" in cut:
         yield (
@@ -169,10 +163,14 @@ def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, C
             lambda size: key_value % size == 0 or size % key_value == 0,
         )
     for name, width in _widths(fields, cut, own):
-        yield f"it does not divide the feed-forward width, {name}={width}", partial(_divides, width)
+        yield f"it does not divide the feed-forward width, {name}={width}", _divides(width)
     vocabulary = _size(fields, "vocab_size")
     if vocabulary:
         yield f"the vocabulary has {vocabulary} tokens", lambda size: size <= vocabulary
+
+
+def _divides(whole: int) -> Callable[[int], bool]:
+    return lambda size: whole % size == 0
 
 
 def _widths(fields: Mapping[str, Any], cut: set[str], own: bool) -> Iterable[tuple[str, int]]:
