@@ -55,27 +55,26 @@ def partition_model(
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     context = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
-    whole = seed is None and folder is None
-    recipe = None if whole else recipe_of(cast("PreTrainedModel", model))
+    recipe = recipe_of(cast("PreTrainedModel", model)) if seed is not None or folder is not None else None
     shards: Shards = {}
     for name, old in list(model.named_parameters()):
         shape = tuple(old.shape)
-        start, stop = equal_part(old.numel(), rank, ranks)
-        if whole:
-            values = old.detach().reshape(-1)[start:stop].to(device, torch.float32, copy=True)
-        elif seed is not None:
-            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(device)
-        else:
-            values = torch.zeros(stop - start, device=device)
         new = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=old.requires_grad)
         _replace(model, old, new)
         context._convert_to_deepspeed_param(new)
         new.partition()  # type: ignore[attr-defined]
+        if folder is not None:
+            continue
+        start, stop = equal_part(old.numel(), rank, ranks)
+        if seed is None:
+            values = old.detach().reshape(-1)[start:stop].to(device, torch.float32, copy=True)
+        else:
+            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(device)
         _set_part(new, values)
         if dtype != torch.float32:
             shards[name] = (start, values)
     if folder is not None:
-        _read_parts(model, folder, shards, rank, ranks)
+        shards = _read_parts(model, folder, dtype, rank, ranks)
     if recipe is not None:
         materialise_buffers(model, recipe, device)
     return shards
@@ -88,20 +87,24 @@ def _set_part(parameter: nn.Parameter, values: torch.Tensor) -> None:
     part.narrow(0, 0, values.numel()).copy_(values)
 
 
-def _read_parts(model: nn.Module, folder: ModelConfig, shards: Shards, rank: int, ranks: int) -> None:
-    """Fill the partitioned parameters, and the fp32 values of ``shards``, from a folder."""
+def _read_parts(model: nn.Module, folder: ModelConfig, dtype: torch.dtype, rank: int, ranks: int) -> Shards:
+    """Fill the partitioned parameters from a folder; the fp32 values, where ``dtype`` cannot hold them."""
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.ds_shape) for name, parameter in parameters.items()}
+    shards: Shards = {}
 
     def take(name: str, stored: Any) -> None:
         parameter = parameters[name]
-        values = elements_of(stored, shapes[name], *equal_part(parameter.ds_numel, rank, ranks))
+        start, stop = equal_part(parameter.ds_numel, rank, ranks)
+        values = elements_of(stored, shapes[name], start, stop)
         _set_part(parameter, values)
-        if shards:
-            shards[first_names[id(parameter)]][1].copy_(values)
+        if dtype != torch.float32:
+            copied = values.to(parameter.ds_tensor.device, torch.float32, copy=True)
+            shards[first_names[id(parameter)]] = (start, copied)
 
     read_folder(folder, parameters, shapes, take)
+    return shards
 
 
 def elements_of(stored: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
