@@ -37,7 +37,7 @@ def partition_model(
     parameter's memory is (briefly) reserved.
 
     Args:
-        model: on the meta device; or, where ``seed`` is None, whole and filled.
+        model: on the meta device; or, where ``seed`` is None, whole and filled, on any device.
         settings: the DeepSpeed configuration.
         seed: keys the initial values.
         dtype: of the partitioned weights.
@@ -71,6 +71,8 @@ def partition_model(
             shards[name] = (start, values)
     if recipe is not None:
         materialise_buffers(model, recipe, device)
+    else:
+        _move_buffers(model, device)
     return shards
 
 
@@ -91,6 +93,13 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, held in module._parameters.items():
             if held is old:
                 module._parameters[name] = new
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def whole_values(model: nn.Module) -> Shards:

@@ -197,7 +197,9 @@ def _build_model(
     if _starts_from_folder(config):
         source = replace(config.model, path=config.checkpoint.init_from)
     if source.path is not None and not sharded:
-        return load_pretrained(source, device), None
+        partitioned = config.strategy.engine == "deepspeed" and config.strategy.deepspeed.stage == 3
+        # ZeRO-3 takes its parts out of it: whole, it may be more than the device holds.
+        return load_pretrained(source, "cpu" if partitioned else device), None
     if source.path is not None:
 
         def read(model: PreTrainedModel, device: torch.device) -> None:
