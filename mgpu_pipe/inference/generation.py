@@ -68,7 +68,8 @@ def generate_text(
     model.eval()
     device = next(model.parameters()).device
     try:
-        with torch.no_grad(), _forward_in_place(model, forward), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), _forward_in_place(model, forward), torch.random.fork_rng(devices=devices):
             return [
                 _continue(
                     model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together,

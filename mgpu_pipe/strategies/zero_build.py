@@ -77,6 +77,8 @@ def partition_model(
         shards = _read_parts(model, folder, dtype, rank, ranks)
     if recipe is not None:
         materialise_buffers(model, recipe, device)
+    else:
+        _move_buffers(model, device)
     return shards
 
 
@@ -135,6 +137,13 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, held in module._parameters.items():
             if held is old:
                 module._parameters[name] = new
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def whole_values(model: nn.Module) -> Shards:

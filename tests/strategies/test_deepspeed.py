@@ -23,6 +23,8 @@ from mgpu_pipe.strategies.base import NonFiniteStep
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
+from mgpu_pipe.strategies.zero_build import partition_model
+from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_mesh import STEPS, Windows, adamw, oracle, relative, whole
@@ -165,6 +167,24 @@ def test_initial_weights_are_the_keyed_ones_bit_for_bit(stage: int) -> None:
     assert set(initial) == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         assert torch.equal(initial[name], parameter), name
+
+
+def parts_of_a_filled_model() -> dict[str, torch.Tensor]:
+    """What ZeRO-3 takes out of a model that was read from a folder: this rank's flat parts, and the buffers."""
+    prepare_deepspeed(CPU)
+    model = materialise(build_meta(MODELS["llama"]), 5, CPU)
+    settings = generate(BatchPlan(2, dist.get_world_size(), 1), stage=3)
+    assert partition_model(model, settings, None, CPU, torch.float32) == {}
+    parts = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {**parts, **{name: b.clone() for name, b in model.named_buffers()}}
+
+
+def test_a_model_that_is_filled_already_is_partitioned() -> None:
+    first, second = run_processes(2, parts_of_a_filled_model)
+    model = materialise(build_meta(MODELS["llama"]), 5, CPU)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(torch.cat([first[name], second[name]])[: parameter.numel()], parameter.flatten()), name
+    assert all(torch.equal(first[name], buffer) for name, buffer in model.named_buffers())
 
 
 def _on_three(model_name: str, stage: int) -> list[dict[str, Any]]:
