@@ -150,6 +150,13 @@ class ParallelDims:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard_cp", "tp"))
         return mesh["dp_shard_cp"] if self.dp_replicate == 1 else mesh["dp_replicate", "dp_shard_cp"]
 
+    def stage_mesh(self, device_type: str) -> DeviceMesh:
+        """All ranks of this rank's pipeline stage. A collective call."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (self.pp, self.world_size // self.pp)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "stage"))["stage"]
+
     def expert_mesh(self, device_type: str) -> DeviceMesh:
         """The axes ``(pp, dp_replicate, expert_shard, ep)``; ``ep`` re-cuts dp_shard * tp. A collective call.
 

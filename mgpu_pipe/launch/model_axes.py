@@ -61,9 +61,6 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     if config.precision.name == "fp8" and dims.tp > 1:
         errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1",
                                   "tensor parallelism has no float8 products"))
-    if config.model.compile and dims.uses_model_axes:
-        errors.append(ConfigError("model.compile", True, "use false",
-                                  "compiled blocks are not known to work with tp, pp, cp or ep"))
     return errors
 
 

@@ -8,7 +8,7 @@ parallelism get the same policy (DESIGN 7).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -58,9 +58,11 @@ def apply_fully_shard(
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     shards = mesh.size(mesh.ndim - 1) > 1
+    # Routing weights go in beside the tokens, and keep their precision.
+    uncast = replace(policy, cast_forward_inputs=False)
     for module in experts:
         fully_shard(
-            module, mesh=expert_mesh, mp_policy=policy, offload_policy=offload,
+            module, mesh=expert_mesh, mp_policy=uncast, offload_policy=offload,
             reshard_after_forward=_reshard(Unit((module,)), options, True),
         )  # fmt: skip
     units = sharding_units(model)

@@ -129,6 +129,10 @@ class EngineStrategy(ParallelStrategy):
         """
         create_optimizer_state(self.objective.model, self.optimizers[0], stored, weights)
 
+    def step_metrics(self) -> dict[str, float]:
+        """More columns of a row of metrics, about the steps since the last row. A collective call."""
+        return {}
+
     def sampling_forward(self) -> Callable[..., Any] | None:
         """What takes the place of the model's forward pass while text is generated, on all ranks; None: nothing does.
 

@@ -205,6 +205,9 @@ class MeshStrategy(EngineStrategy):
         missing = count - len(micro_batches)
         return [*micro_batches, *[self.objective.empty_micro_batch(length, self._device)] * missing]
 
+    def step_metrics(self) -> dict[str, float]:
+        return self.split.step_metrics()
+
     def sampling_forward(self) -> Callable[..., Any] | None:
         pipeline = self.split.pipeline
         if pipeline is None:

@@ -25,6 +25,7 @@ from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.context import Method, apply_context_parallel, in_sequences, with_documents
 from mgpu_pipe.parallel.data import GradientReducer
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
+from mgpu_pipe.parallel.expert_load import ExpertLoad
 from mgpu_pipe.parallel.float8 import use_float8
 from mgpu_pipe.parallel.fully_shard import (
     COMPUTE_DTYPES,
@@ -41,6 +42,7 @@ from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from mgpu_pipe.topology import ParallelDims
 
+LOAD_METRICS = ("experts/load_max_over_mean", "experts/dropped_tokens")
 MicroBatch = Mapping[str, torch.Tensor]
 Fill = Callable[[Any, torch.device], object]
 
@@ -95,7 +97,12 @@ class SplitModel:
             cast_parameters(model, torch.bfloat16)
         elif options.precision == "fp8":
             use_float8(model)
+        self._has_experts = bool(experts_modules(model))  # of the whole model: a pipeline's stage may have none
         experts = self._cut(model) if dims.uses_model_axes else []
+        self._load: ExpertLoad | None = None
+        self._stage: dist.ProcessGroup | None = None
+        if self._has_experts:
+            self._watch_experts(model)
         apply_activation_checkpointing(model, options.activation_checkpointing)
         if options.compile_model:
             compile_blocks(model)
@@ -154,6 +161,13 @@ class SplitModel:
                 in_stage=self._in_stage, after_weights=self._note_gradients,
             )  # fmt: skip
         return experts
+
+    def _watch_experts(self, model: Any) -> None:
+        """Count the tokens of every expert. A collective call."""
+        if self._dims.world_size > 1:
+            self._stage = self._dims.stage_mesh(self._device.type).get_group()
+        if experts_modules(model):
+            self._load = ExpertLoad(model)
 
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
         dims, options = self._dims, self._options.sharding
@@ -282,6 +296,20 @@ class SplitModel:
         if count:
             for index in torch.nonzero(unused).flatten().tolist():
                 parameters[index].grad = None
+
+    def step_metrics(self) -> dict[str, float]:
+        """How evenly tokens were spread over the experts since the last call; empty for a dense model. Collective."""
+        if not self._has_experts:
+            return {}
+        found = [0.0, 0.0]
+        if self._load is not None:
+            copies = 1 if self._options.sequence_parallel else self._dims.tp
+            found = list(self._load.take(self._stage, copies).metrics().values())
+        if "pp" in self._groups:
+            worst = torch.tensor(found, dtype=torch.float64, device=self._device)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._groups["pp"])
+            found = worst.tolist()
+        return dict(zip(LOAD_METRICS, found, strict=True))
 
     def zero_gradients(self) -> None:
         """Free the gradients; the reducer's stay in its buckets and are cleared when the next window starts."""

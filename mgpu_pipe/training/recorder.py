@@ -168,6 +168,8 @@ class StepRecorder(pl.Callback):
         self._measured = {key: row[key] for key in MEASURED if key in row}
         self.metrics.update(self._measured)
         due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
+        if due:
+            row.update(trainer.strategy.step_metrics())  # type: ignore[attr-defined]
         if due and (self._writer is not None or trainer.loggers):
             row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
             if self._mfu is not None:
@@ -185,6 +187,7 @@ class StepRecorder(pl.Callback):
 
     def _record(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         if self._writer is not None:
+            self._writer.widen(list(row))
             self._writer.append(row)
         values = {key: value for key, value in row.items() if key != "step"}
         for logger in trainer.loggers:
