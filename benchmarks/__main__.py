@@ -5,7 +5,8 @@ import sys
 
 NAMES = (
     "startup", "step_overhead", "step_time", "data_pipeline", "data_parallel_bytes", "data_parallel_time",
-    "deepspeed_time", "expert_bytes", "zero_bytes", "building_memory", "trainer_time",
+    "deepspeed_time", "expert_bytes", "zero_bytes", "building_memory", "trainer_time", "pipeline_bubble",
+    "context_memory", "context_time",
 )
 
 for name in NAMES:

@@ -67,12 +67,12 @@ def gradients_of(model: Any) -> dict[str, tuple[str, bool, torch.Tensor]]:
 
 
 def expected(
-    model: ModelConfig, steps: int = 1, lr: float | None = None, micro_batch_size: int = 8
+    model: ModelConfig, steps: int = 1, lr: float | None = None, micro_batch_size: int = 8, chunk: int = 0
 ) -> dict[str, Any]:
     """Losses, gradients of the first and of the last step, and weights after it, in one process."""
     built = whole_model(model)
     optimizer = torch.optim.AdamW(built.parameters(), lr=lr or 0.0, weight_decay=0.0)
-    objective = objective_of(built, 0)
+    objective = objective_of(built, chunk)
     losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
