@@ -39,9 +39,10 @@ def heads_to_sequence(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup)
     sent = torch.cat(list(tensors), dim=1).unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    # (source, rows, heads, tokens, size): the sources' heads follow one another, tensor by tensor.
+    # (source, rows, heads, tokens, size): the sources' heads follow one another, tensor by tensor. Tokens come before
+    # heads in memory, as the projections around attention have them.
     parts = received.split([tensor.shape[1] for tensor in tensors], dim=2)
-    return [part.movedim(0, 1).flatten(1, 2) for part in parts]
+    return [part.permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2) for part in parts]
 
 
 class _SequenceToHeads(torch.autograd.Function):

@@ -61,7 +61,8 @@ def shared(
     parts = []
     for tensor in tensors(length, heads, key_heads, dtype):
         padded = F.pad(tensor, (0, 0, 0, whole - length))
-        parts.append(torch.cat([padded[:, :, a:b] for a, b in chunk_ranges(whole, axis.size, axis.rank, method)], dim=2))
+        ranges = chunk_ranges(whole, axis.size, axis.rank, method)
+        parts.append(torch.cat([padded[:, :, a:b] for a, b in ranges], dim=2))
     *inputs, grad_out = parts
     # As projections give them: tokens before heads in memory.
     leaves = [tensor.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in inputs]
