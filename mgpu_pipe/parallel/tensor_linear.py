@@ -136,7 +136,7 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, torch.Tensor) and not isinstance(bias, nn.Module)
         partial = F.linear(x, weight.t() if transposed else weight)
         split = sequence is not None and sequence.active
         total = split_sequence(partial, group, partial=True) if split else sum_forward(partial, group)
