@@ -93,8 +93,9 @@ def brought_plan(model_type: str) -> Mapping[str, str]:
 
 def has_tensor_plan(model_type: str) -> bool:
     """Whether tensor parallelism can cut the family."""
-    plan = brought_plan(model_type)
-    return model_type in OWN_FAMILIES or (bool(plan) and all(style in STYLES for style in plan.values()))
+    styles = brought_plan(model_type).values()
+    cuts = any(STYLES.get(style) in ("column", "packed") for style in styles)
+    return model_type in OWN_FAMILIES or (cuts and all(style in STYLES for style in styles))
 
 
 def families_with_tensor_plan() -> list[str]:

@@ -35,6 +35,8 @@ from mgpu_pipe.parallel.vocabulary import (
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "split_size")
 """What attention modules call the number of their query heads, or a width that goes with it."""
+GROUPS = "num_key_value_groups"
+"""Query heads a key-value head."""
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
@@ -204,7 +206,7 @@ class TensorParallel:
             key_value_heads: of the whole module, and of this rank; None where they are not cut by themselves.
         """
         counts = {count: value for count in HEAD_COUNTS if isinstance(value := module.__dict__.get(count), int)}
-        groups = module.__dict__.get("num_key_value_groups")
+        groups = module.__dict__.get(GROUPS)
         if key_value_heads is not None and isinstance(groups, int):
             counts["query_heads"] = groups * key_value_heads[0]
         for count, heads in counts.items():
@@ -218,7 +220,7 @@ class TensorParallel:
                 setattr(module, count, heads // self.size)
         if key_value_heads is not None:
             if "query_heads" in counts:
-                module.__dict__["num_key_value_groups"] = counts["query_heads"] // self.size // key_value_heads[1]
+                setattr(module, GROUPS, counts["query_heads"] // self.size // key_value_heads[1])
             for count in KEY_VALUE_COUNTS:
                 if isinstance(module.__dict__.get(count), int):
                     setattr(module, count, key_value_heads[1])

@@ -82,13 +82,13 @@ def vocabulary_parallel_embedding(
 
     Under sequence parallelism the sum is left to the first block, which needs a part of it only.
     """
+    look_up = embedding.forward  # a family's own may scale what it finds
     padding = embedding.padding_idx
     padding = padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         rows, inside = shard.locate(ids)
-        found = F.embedding(rows, embedding.weight, padding)
-        partial = found.masked_fill(~inside.unsqueeze(-1), 0.0)
+        partial = look_up(rows).masked_fill(~inside.unsqueeze(-1), 0.0)
         return sum_forward(partial, shard.group) if sequence is None else sequence.embed(partial)
 
     embedding.num_embeddings, embedding.padding_idx = shard.stop - shard.start, padding
