@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from mgpu_pipe.config.arguments import VerbParser, non_negative, positive_int, share
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError
 from mgpu_pipe.inference.load import LoadedRun, load_run, newest_run
@@ -31,10 +31,10 @@ def generate(argv: Sequence[str]) -> int:
     """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation."""
     parser = _parser("generate", "Continue prompts.")
     parser.add_argument("--prompt", action="append", help="text to continue; repeatable; default: standard input")
-    parser.add_argument("--max-new-tokens", type=_positive_int, default=64)
-    parser.add_argument("--temperature", type=_non_negative, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=_positive_int, help="draw among so many likeliest tokens")
-    parser.add_argument("--top-p", type=_share, help="draw among the likeliest tokens of this total probability")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=64)
+    parser.add_argument("--temperature", type=non_negative, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=positive_int, help="draw among so many likeliest tokens")
+    parser.add_argument("--top-p", type=share, help="draw among the likeliest tokens of this total probability")
     parser.add_argument("--seed", type=int, default=0)
     return _told(lambda: _generate(parser.parse_args(argv)))
 
@@ -48,13 +48,8 @@ def export(argv: Sequence[str]) -> int:
     return _told(lambda: _export(parser.parse_args(argv)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"mgpu-pipe {verb}", description=description, allow_abbrev=False)
+    parser = VerbParser(prog=f"mgpu-pipe {verb}", description=description)
     parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
     parser.add_argument("--device", default="auto", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")
     return parser
@@ -202,25 +197,3 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f'load it: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
-
-
-def _positive_int(text: str) -> int:
-    return int(_number(text, int, lambda value: value >= 1, "use a whole number of at least 1"))
-
-
-def _non_negative(text: str) -> float:
-    return _number(text, float, lambda value: value >= 0, "use a number of at least 0")
-
-
-def _share(text: str) -> float:
-    return _number(text, float, lambda value: 0 < value <= 1, "use a number above 0 and at most 1")
-
-
-def _number(text: str, kind: type[int] | type[float], fits: Callable[[float], bool], fix: str) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not fits(value):
-        raise argparse.ArgumentTypeError(f"{text}: {fix}")
-    return value
