@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -44,6 +45,18 @@ def count(text: str) -> int:
 
 def non_negative(text: str) -> float:
     return _number(text, float, lambda value: value >= 0, "use a number of at least 0")
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes: ``5GB``, ``500MB`` (powers of 1000), ``2GiB`` (of 1024), or plain bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?", text.strip(), re.IGNORECASE)
+    size = 0
+    if match is not None:
+        exponent = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** exponent)
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text}: use a size such as 5GB, 500MB or 2GiB")
+    return size
 
 
 def share(text: str) -> float:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.parts import local_tensor
-from mgpu_pipe.models.save import save_pretrained_folder
 from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.memory import AllocationWatch
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import ParallelDims
+from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 352,
@@ -59,5 +59,5 @@ def test_random_weights_are_drawn_shard_by_shard() -> None:
 
 def test_a_folder_is_read_shard_by_shard(tmp_path: Path) -> None:
     for name, source in MODELS.items():
-        save_pretrained_folder(materialise(build_meta(source), 1, "cpu"), None, tmp_path / name)
+        write_folder(materialise(build_meta(source), 1, "cpu"), tmp_path / name)
         check(run_processes(4, built, ModelConfig(path=str(tmp_path / name))))
