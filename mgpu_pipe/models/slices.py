@@ -8,9 +8,10 @@ is put together by transformers' own conversion and cut. So no rank holds more t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,29 +48,47 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
     folder = Path(source.path).expanduser()
     check_model_folder(folder)
     materialise_empty(model, device)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    twin = build_meta(replace(source, freeze=[]))
     with ExitStack() as stack:
-        files = {name: stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)}
-        held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
-        sources, unexpected = _sources(twin, list(held))
-        mismatched = set()
-        filled = _convert(twin, sources, held, parameters)
-        for name, made_of in sources.items():
-            target = parameters.get(name)
-            if target is None or made_of.converted:
-                continue  # a buffer; or done already
-            stored = held[made_of.keys[0]].get_slice(made_of.keys[0])
-            if tuple(stored.get_shape()) == tuple(target.shape):
-                _copy(target, stored)
-                filled.add(name)
-            else:
-                mismatched.add(name)
-    done = {id(parameters[name]) for name in filled | mismatched}
-    missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
-    found = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+        files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
+        held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
+        found = fill_from_tensors(model, build_meta(replace(source, freeze=[])), held)
     check_loading(folder, found, set())
     return model.train()
+
+
+def fill_from_tensors(
+    model: PreTrainedModel, twin: PreTrainedModel, held: Mapping[str, Callable[[], Any]]
+) -> dict[str, set[str]]:
+    """Fill the parameters of ``model`` from tensors under the names of a Hugging Face folder, or of its modules.
+
+    Args:
+        twin: the same model on the meta device, not sharded.
+        held: opens a tensor by its name: a whole one, or a slice of a safetensors file.
+
+    Returns:
+        What did not find its place: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    sources, unexpected = _sources(twin, list(held))
+    mismatched = set()
+    filled = _convert(twin, sources, held, parameters)
+    for name, made_of in sources.items():
+        target = parameters.get(name)
+        if target is None or made_of.converted:
+            continue  # a buffer; or done already
+        stored = held[made_of.keys[0]]()
+        if _shape_of(stored) == tuple(target.shape):
+            _copy(target, stored)
+            filled.add(name)
+        else:
+            mismatched.add(name)
+    done = {id(parameters[name]) for name in filled | mismatched}
+    missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
+    return {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+
+
+def _shape_of(stored: Any) -> tuple[int, ...]:
+    return tuple(stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape())
 
 
 def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source], set[str]]:
@@ -97,7 +116,7 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 
 def _convert(
-    twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Any],
+    twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Callable[[], Any]],
     parameters: Mapping[str, torch.nn.Parameter],
 ) -> set[str]:
     """Fill what transformers makes of several tensors, one parameter at a time; names of what came out."""
@@ -109,7 +128,7 @@ def _convert(
     for name, made_of in sources.items():
         if not made_of.converted or name not in parameters:
             continue
-        tensors = {key: held[key].get_slice(key) for key in made_of.keys}
+        tensors = {key: held[key]() for key in made_of.keys}
         mapping: Any = get_model_conversion_mapping(twin)
         options = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32, device_map={"": "cpu"})
         with _no_progress_bar():
