@@ -82,8 +82,11 @@ def look_at(step: int, folder: Path, verify: Verify) -> Step:
     Args:
         verify: ``full`` hashes every chunk of every file, ``size`` looks at the files' sizes.
     """
-    saved = (folder / layout.MANIFEST).stat().st_mtime if (folder / layout.MANIFEST).is_file() else None
-    nbytes = sum(file.lstat().st_size for file in folder.iterdir() if file.is_file())
+    try:
+        saved = (folder / layout.MANIFEST).stat().st_mtime if (folder / layout.MANIFEST).is_file() else None
+        nbytes = sum(file.lstat().st_size for file in folder.iterdir() if file.is_file())
+    except OSError as error:
+        return Step(step, folder, None, 0, (f"{folder}: cannot be read ({error.strerror})",))
     config = _config(folder)
     try:
         manifest = read_manifest(folder)

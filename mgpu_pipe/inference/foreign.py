@@ -104,7 +104,9 @@ def _read_deepspeed(source: Path, trust: bool, scratch: Path) -> dict[str, torch
 
 
 def _reason(error: object) -> str:
-    """The last telling line of a library's message; torch's restricted unpickler begins with advice to lift it."""
+    """The last line of a library's message; of torch's restricted unpickler what it met, without how to lift it."""
+    _, found, met = str(error).partition("WeightsUnpickler error: ")
+    if found:
+        return met.split(". Please")[0].splitlines()[0].strip()[:200]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines[-1:]
-    return told[0][:200] if told else type(error).__name__
+    return lines[-1][:200] if lines else type(error).__name__

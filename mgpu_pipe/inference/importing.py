@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +15,6 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.load import StoredModel, read_from
 from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.slices import fill_from_tensors
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 LISTED = 8
 """Names of each kind that an error lists."""
@@ -47,9 +44,10 @@ def fill_from_foreign(
             unexpected.add(name)
     twin = build_meta(replace(config, freeze=[]))
     state = twin.state_dict()
-    named = {name: tensor for name, tensor in named.items() if name in state or not _is_rebuilt(twin, name)}
+    rebuilt = dict(twin.named_buffers()).keys() - state.keys()  # follow from the configuration; old versions saved them
+    named = {name: tensor for name, tensor in named.items() if name not in rebuilt}
     model = materialise_empty(build_meta(replace(config, freeze=[])), "cpu")
-    found = fill_from_tensors(model, twin, {name: (lambda t=tensor: t) for name, tensor in named.items()})
+    found = fill_from_tensors(model, twin, {name: partial(_itself, tensor) for name, tensor in named.items()})
     unexpected |= {prefix + name for name in found["unexpected_keys"]}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     mismatched = [
@@ -76,9 +74,8 @@ def fill_from_foreign(
     return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, config.path is None)
 
 
-def _is_rebuilt(model: PreTrainedModel, name: str) -> bool:
-    """Whether ``name`` is a buffer that follows from the configuration, which older versions saved too."""
-    return name in dict(model.named_buffers())
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _advice(expected: Sequence[str], given: Sequence[str], prefix: str) -> str:

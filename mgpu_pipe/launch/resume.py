@@ -70,10 +70,12 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
             for name, now, then in _differences(key, new, old)
         ]  # fmt: skip
     if not errors and read_state(step, manifest, "off").get("data_digest") != prepared.digest:
-        changed = ", ".join(name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data)))
+        changed = [name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data))]
+        tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
+        changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
         errors.append(
             ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from",
-                        f"the data is not what it was trained on ({changed or 'the files or the tokenizer changed'})")
+                        f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})")
         )  # fmt: skip
     if errors:
         raise ConfigErrors(errors)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def test_other_data_is_refused(config: RunConfig, step: Path) -> None:
     other = changed(config, "data.validation_fraction", 0.5)
     with pytest.raises(ConfigErrors, match=r"is not what it was trained on \(data.validation_fraction\)"):
         check_resume(other, prepare(other), step)
+
+
+def test_another_tokenizer_is_refused_with_the_tokens_that_differ(
+    config: RunConfig, prepared: PreparedData, step: Path, tmp_path: Path
+) -> None:
+    tokenizer_folder(tmp_path / "tokenizer", ["other"])
+    told = r"not what it was trained on \(the tokenizer: 0 is 'other' there and .* here\)"
+    with pytest.raises(ConfigErrors, match=told):
+        check_resume(config, replace(prepared, digest="of another tokenizer"), step)
 
 
 def test_another_runs_end_leaves_nothing_to_train(config: RunConfig, prepared: PreparedData, step: Path) -> None:
