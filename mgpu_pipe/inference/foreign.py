@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -105,8 +106,8 @@ def _read_deepspeed(source: Path, trust: bool, scratch: Path) -> dict[str, torch
 
 def _reason(error: object) -> str:
     """The last line of a library's message; of torch's restricted unpickler what it met, without how to lift it."""
-    _, found, met = str(error).partition("WeightsUnpickler error: ")
-    if found:
-        return met.split(". Please")[0].splitlines()[0].strip()[:200]
+    if isinstance(error, pickle.UnpicklingError):
+        met = re.search(r"GLOBAL (\S+)", str(error))
+        return f"it names {met[1]}" if met else "it is no file of tensors"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:200] if lines else type(error).__name__
