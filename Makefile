@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.development
+BENCHMARKS := $(VENV)/.benchmarks
 
 .PHONY: train test test-fast lint bench clean
 
@@ -23,7 +24,7 @@ lint: $(DEVELOPMENT)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(DEVELOPMENT)
+bench: $(BENCHMARKS)
 	$(BIN)/python -m benchmarks
 
 clean:
@@ -39,4 +40,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(DEVELOPMENT): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(BENCHMARKS): $(DEVELOPMENT)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[benchmarks]'
 	touch $@

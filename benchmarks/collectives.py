@@ -2,7 +2,7 @@
 
 Bytes are those of the ring algorithms (Thakur et al. 2005; the bounds that the closed forms of data parallelism are
 stated in): of a tensor of S bytes over n processes an all-gather or a reduce-scatter sends S(n-1)/n, an all-reduce
-twice that.
+twice that; a reduction to one process passes S bytes along a chain that ends there.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class _Mode(TorchDispatchMode):
         name = NAMES.get(operation, operation)
         if operation == "allreduce_":
             name, share = _all_reduced(largest), 2 * share
+        elif operation == "reduce_":
+            name, share = "gradients reduced", 0 if _root(args) == torch.distributed.get_rank() else largest.nbytes
         self._counted.calls[name] += 1
         self._counted.sent[name] += share
 
@@ -64,7 +66,14 @@ def _group_size(groups: list[Any]) -> int:
     raise RuntimeError("a collective without a group that can be read")
 
 
+def _root(args: tuple[Any, ...]) -> int:
+    """Of ``reduce_``, whose arguments are tensors, group, operation and root (torch/csrc/distributed/c10d/Ops.cpp)."""
+    return int(args[3])
+
+
 def _all_reduced(tensor: torch.Tensor) -> str:
+    if tensor.dtype == torch.uint8:
+        return "overflow flag"
     if tensor.dtype != torch.float64:
         return "gradients all-reduced"
     return "gradient norm" if tensor.numel() == 1 else "loss, stop flag and used gradients"

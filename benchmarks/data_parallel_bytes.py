@@ -23,8 +23,8 @@ CASES = (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), (
 GIB = 1 << 30
 
 
-def measure(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Bytes kept and sent by this process for each case."""
+def measure(cases: list[tuple[str, str]], *overrides: str) -> list[dict[str, Any]]:
+    """Bytes kept and sent by this process for each (strategy, precision); ``overrides`` come last."""
     import torch.distributed as dist
 
     from benchmarks.collectives import CollectiveCounter
@@ -43,6 +43,7 @@ def measure(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
             "data=synthetic", "data.seq_len=32", f"data.global_batch_size={MICRO_BATCHES * world}",
             "data.micro_batch_size=1", "data.validation_fraction=0", "checkpoint=none", "logger=none",
             "trainer.progress=off", "+callbacks.count._target_=benchmarks.collectives.CollectiveCounter",
+            *overrides,
         ])  # fmt: skip
         prepared = prepare(config)
         with tempfile.TemporaryDirectory() as folder:

@@ -92,6 +92,16 @@ class ParallelDims:
         """Processes that see different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def cuts_the_model(self) -> bool:
+        """Whether a rank holds parts of the weights only."""
+        return self.world_size > self.dp_replicate
+
+    @property
+    def uses_model_axes(self) -> bool:
+        """Whether there is more than data parallelism: an axis on which ranks work on the same samples, or ep."""
+        return self.pp * self.cp * self.tp * self.ep > 1
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of ``rank`` on every axis."""
         found: dict[str, int] = {}
@@ -106,6 +116,14 @@ class ParallelDims:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
+    def randomness_rank(self, rank: int) -> int:
+        """Numbers the ranks whose dropout differs: tensor-parallel ones draw the same, for they share activations.
+
+        Within data parallelism it is the data-parallel rank, whatever the other sizes.
+        """
+        at = self.coordinates(rank)
+        return self.data_parallel_rank(rank) + self.data_parallel_size * (at["cp"] + self.cp * at["pp"])
+
     def describe(self) -> str:
         """The sizes that matter, e.g. ``dp_replicate=4``; ``one process`` where all are 1."""
         shown = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1]
@@ -119,6 +137,35 @@ class ParallelDims:
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
+
+    def data_mesh(self, device_type: str) -> DeviceMesh:
+        """The axes over which this rank's parameters are replicated or sharded by FSDP2. A collective call.
+
+        Context-parallel ranks hold the same parameters, so they shard them like data-parallel ones. One axis of
+        shards alone where there is one replica, so that nothing is reduced over an axis of size 1.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (self.pp, self.dp_replicate, self.dp_shard * self.cp, self.tp)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard_cp", "tp"))
+        return mesh["dp_shard_cp"] if self.dp_replicate == 1 else mesh["dp_replicate", "dp_shard_cp"]
+
+    def expert_mesh(self, device_type: str) -> DeviceMesh:
+        """The axes ``(pp, dp_replicate, expert_shard, ep)``; ``ep`` re-cuts dp_shard * tp. A collective call.
+
+        Ranks that differ in ``ep`` alone hold different experts and see, together, the tokens of one
+        context-parallel rank of each of their data-parallel shards. Ranks that differ in ``expert_shard`` alone hold
+        the same experts.
+        """
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        inner = self.ep // self.tp  # data-parallel shards in an expert group
+        ranks = torch.arange(self.world_size).reshape(
+            self.pp, self.dp_replicate, self.dp_shard // inner, inner, self.cp, self.tp
+        )
+        ranks = ranks.transpose(3, 4).reshape(self.pp, self.dp_replicate, -1, self.ep)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
 
 
 @dataclass(frozen=True)
@@ -138,8 +185,11 @@ class BatchPlan:
         return self.samples_per_process // self.micro_batch_size
 
     @classmethod
-    def resolve(cls, data: DataConfig, data_parallel_size: int) -> BatchPlan:
+    def resolve(cls, data: DataConfig, data_parallel_size: int, stages: int = 1) -> BatchPlan:
         """Derive the number of micro-batches.
+
+        Args:
+            stages: ranks of the pipeline. ``auto`` keeps them busy with two micro-batches each, where it can.
 
         Raises:
             ConfigError: sizes that do not divide, with the nearest ones that do.
@@ -157,7 +207,12 @@ class BatchPlan:
         share = total // data_parallel_size
         divisors = [n for n in range(1, share + 1) if share % n == 0]
         if data.micro_batch_size == "auto":
-            return cls(total, data_parallel_size, max(n for n in divisors if n <= MAX_AUTO_MICRO_BATCH))
+            small = [n for n in divisors if n <= MAX_AUTO_MICRO_BATCH]
+            for count in (2 * stages, stages, 1):
+                fits = [n for n in small if share // n >= count and (share // n) % stages == 0]
+                if fits:
+                    return cls(total, data_parallel_size, max(fits))
+            return cls(total, data_parallel_size, max(small))
         micro = data.micro_batch_size
         if micro not in divisors:
             nearest_divisors = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])

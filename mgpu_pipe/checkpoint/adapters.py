@@ -6,28 +6,41 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.errors import CheckpointError
+from mgpu_pipe.models.layout import Layout, fragments, layouts_of, unsharded_shape
 
 
-def tensor_piece(name: str, tensor: torch.Tensor) -> Piece | None:
-    """The part of ``name`` that this rank holds, as a live view; None where its shard is empty."""
-    if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return Piece(Box.whole(name, shape), shape, tensor.detach())
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local().detach()
-    if local.numel() == 0:
-        return None
-    return Piece(Box(name, tuple(offsets), tuple(shape)), tuple(tensor.shape), local)
+def tensor_pieces(name: str, tensor: torch.Tensor, layout: Layout | None = None) -> list[Piece]:
+    """The parts of ``name`` (in the unsharded model) that this rank holds, as live views."""
+    shape = unsharded_shape(tensor, layout)
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return [Piece(Box(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(tensor, layout)]
 
 
-def named_tensor_pieces(named: Iterable[tuple[str, torch.Tensor]]) -> list[Piece]:
-    """:func:`tensor_piece` of each, empty shards left out."""
-    found = (tensor_piece(name, tensor) for name, tensor in named)
-    return [piece for piece in found if piece is not None]
+def model_pieces(model: torch.nn.Module) -> list[Piece]:
+    """The parts of the weights of ``model`` that this rank holds."""
+    return _pieces_of((name, layout, parameter) for name, layout, parameter in _named(model))
+
+
+def gradient_pieces(model: torch.nn.Module) -> list[Piece]:
+    """The parts of the gradients that this rank holds; parameters without one are left out."""
+    return _pieces_of(
+        (name, layout, parameter.grad) for name, layout, parameter in _named(model) if parameter.grad is not None
+    )
+
+
+def _named(model: torch.nn.Module) -> Iterable[tuple[str, Layout | None, torch.nn.Parameter]]:
+    """Every parameter by its name in the unsharded model."""
+    layouts = layouts_of(model)
+    for name, parameter in model.named_parameters():
+        layout = layouts.get(name)
+        yield (layout.name if layout else name), layout, parameter
+
+
+def _pieces_of(named: Iterable[tuple[str, Layout | None, torch.Tensor]]) -> list[Piece]:
+    return [piece for name, layout, tensor in named for piece in tensor_pieces(name, tensor, layout)]
 
 
 def optimizer_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]:
@@ -36,17 +49,18 @@ def optimizer_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         CheckpointError: a state that is not a tensor and so has no canonical form.
     """
-    named: list[tuple[str, torch.Tensor]] = []
-    for name, parameter in model.named_parameters():
+    named: list[tuple[str, Layout | None, torch.Tensor]] = []
+    for name, layout, parameter in _named(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                named.append((f"{name}/{key}", value))
+                # What has not the parameter's shape (a step counter, a factor) is whole on every rank.
+                named.append((f"{name}/{key}", layout if value.shape == parameter.shape else None, value))
             elif value is not None:
                 raise CheckpointError(
                     f"optimizer._target_={type(optimizer).__name__}: its state {key!r} is a "
                     f"{type(value).__name__}, not a tensor, and cannot be saved; use another optimizer"
                 )
-    return named_tensor_pieces(named)
+    return _pieces_of(named)
 
 
 def create_optimizer_state(
@@ -71,12 +85,12 @@ def create_optimizer_state(
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    for name, parameter in model.named_parameters():
+    for name, layout, parameter in _named(model):
         if id(parameter) not in on_device:
             continue
         state = optimizer.state[parameter]
         for key, (shape, dtype) in by_parameter.get(name, {}).items():
-            if shape == tuple(parameter.shape) and shape != ():
+            if shape == unsharded_shape(parameter, layout) and shape != ():
                 dtype = parameter.dtype if dtype == (weights or {}).get(name) else dtype
                 state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:

@@ -74,7 +74,8 @@ class DataConfig:
     global_batch_size: int = 32
     """Samples an optimizer step, over all processes; fixes the mathematics."""
     micro_batch_size: int | Auto = "auto"
-    """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8."""
+    """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8, and, with
+    pp, leaves each stage two micro-batches."""
     validation_fraction: float = 0.05
     """Share of the documents that is held out; 0 holds out none."""
     validation_paths: list[str] = field(default_factory=list)
@@ -95,6 +96,8 @@ class ObjectiveConfig:
     """causal_lm, or a name that a plug-in registers."""
     loss_chunk_tokens: int | Auto = "auto"
     """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+    router_aux_loss: float = 0.0
+    """Coefficient of the routers' balance loss (mixtures of experts), per sequence; not part of train/loss."""
     sample_prompts: list[str] = field(default_factory=list)
     """Prompts continued after training and shown with the result."""
     sample_max_new_tokens: int = 64
@@ -138,6 +141,20 @@ class FullyShardConfig:
 
 
 @dataclass
+class PipelineOptions:
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    """Order of forward and backward passes; those after 1f1b put two stages on a rank."""
+    layers: list[int] = field(default_factory=list)
+    """Layers of every stage, the first stage's first; empty balances them by cost, embedding and head counted."""
+
+
+@dataclass
+class ContextOptions:
+    method: Literal["ring", "ulysses"] = "ring"
+    """ring sends keys and values round; ulysses exchanges sequence for heads, which cp has to divide."""
+
+
+@dataclass
 class DeepSpeedOptions:
     stage: Literal[1, 2, 3] = 3
     """ZeRO stage: 1 shards the optimizer state, 2 gradients too, 3 weights too."""
@@ -161,6 +178,12 @@ class StrategyConfig:
     """Context-parallel size."""
     ep: int | Auto = 1
     """Expert-parallel size; re-cuts dp_shard * tp."""
+    sequence_parallel: bool = False
+    """Split activations along the sequence between the tensor-parallel regions (needs tp)."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """Options of pp."""
+    context: ContextOptions = field(default_factory=ContextOptions)
+    """Options of cp."""
     bucket_mib: float = 25.0
     """Size of a gradient bucket of the all-reduce, in MiB."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

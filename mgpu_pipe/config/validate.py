@@ -26,6 +26,7 @@ AT_LEAST_ONE = (
 )
 AT_LEAST_ZERO = (
     "seed", "data.synthetic.sigma", "data.num_workers", "data.validation_fraction", "objective.loss_chunk_tokens",
+    "objective.router_aux_loss",
     "optimizer.weight_decay", "scheduler.warmup_steps", "scheduler.min_lr_ratio", "checkpoint.keep_last",
     "checkpoint.keep_best", "launch.max_restarts", "strategy.fsdp.prefetch",
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ def generate_text(
     top_p: float | None = None,
     seed: int = 0,
     together: bool = False,
+    forward: Callable[..., Any] | None = None,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt.
 
@@ -55,6 +57,7 @@ def generate_text(
             process's random state is left as it was.
         together: the model is sharded over all processes, which all make this call: none ends a prompt before the
             others do.
+        forward: takes the place of the model's forward pass, over the whole text so far for each new token.
 
     Raises:
         BadInputError: a prompt that fills the model's context.
@@ -65,18 +68,49 @@ def generate_text(
     model.eval()
     device = next(model.parameters()).device
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), _forward_in_place(model, forward), torch.random.fork_rng(devices=devices):
             return [
-                _continue(model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together)
+                _continue(
+                    model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together,
+                    use_cache=forward is None,
+                )
                 for number, prompt in enumerate(prompts)
             ]
     finally:
         model.train(was_training)
 
 
+@contextmanager
+def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """Let ``model(...)`` call ``forward``, inside which it is the model's own again."""
+    if forward is None:
+        yield
+        return
+    own = model.__dict__.get("forward")
+
+    def take_back() -> None:
+        model.__dict__.pop("forward")
+        if own is not None:
+            model.__dict__["forward"] = own
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        take_back()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            model.__dict__["forward"] = given
+
+    model.__dict__["forward"] = given
+    try:
+        yield
+    finally:
+        take_back()
+
+
 def _continue(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, temperature: float,
-    top_k: int | None, top_p: float | None, seed: int, together: bool,
+    top_k: int | None, top_p: float | None, seed: int, together: bool, use_cache: bool,
 ) -> str:
     from transformers import GenerationConfig
 
@@ -90,7 +124,8 @@ def _continue(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     end = tokenizer.eos_token_id
     settings = GenerationConfig(
-        max_new_tokens=room, eos_token_id=end, pad_token_id=end if end is not None else 0, use_cache=True, **sampling
+        max_new_tokens=room, eos_token_id=end, pad_token_id=end if end is not None else 0, use_cache=use_cache,
+        **sampling,
     )
     torch.manual_seed(seed)
     given = torch.tensor([ids], device=next(model.parameters()).device)

@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.load import StoredModel, read_from
 from mgpu_pipe.models.build import build_meta, materialise_empty
-from mgpu_pipe.models.slices import fill_from_tensors
+from mgpu_pipe.models.slices import read_tensors
 
 LISTED = 8
 """Names of each kind that an error lists."""
@@ -47,7 +47,12 @@ def fill_from_foreign(
     rebuilt = dict(twin.named_buffers()).keys() - state.keys()  # follow from the configuration; old versions saved them
     named = {name: tensor for name, tensor in named.items() if name not in rebuilt}
     model = materialise_empty(build_meta(replace(config, freeze=[])), "cpu")
-    found = fill_from_tensors(model, twin, {name: partial(_itself, tensor) for name, tensor in named.items()})
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = read_tensors(
+        twin, {name: partial(_itself, tensor) for name, tensor in named.items()}, parameters,
+        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        lambda name, tensor: parameters[name].data.copy_(tensor),
+    )
     unexpected |= {prefix + name for name in found["unexpected_keys"]}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     mismatched = [

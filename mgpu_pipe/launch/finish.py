@@ -33,7 +33,7 @@ def print_before(
     from mgpu_pipe.report.tables import before_table
 
     dims = ParallelDims.resolve(config.strategy, world or world_size(config))
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     count = count_parameters(config.model)
     parameters = None if count is None else count.total
     before_table(config, prepared, plan, dims, parameters, _device(config, environment))

@@ -17,13 +17,19 @@ def overview(config: RunConfig) -> list[tuple[str, str]]:
     """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors."""
     world = world_size(config)
     dims = ParallelDims.resolve(config.strategy, world)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     engine = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
+    pipeline: list[str] = []
+    if config.strategy.engine == "mesh" and dims.pp > 1:
+        from mgpu_pipe.launch.model_axes import pipeline_rows
+
+        pipeline = pipeline_rows(config, dims, plan, model_fields(config))
     return [
         ("model", _model(config)),
         ("data", _data(config)),
         ("strategy", _strategy(config, dims, world)),
         *engine,
+        *[("pipeline", line) for line in pipeline],
         ("batch", _batch(config, plan)),
         ("steps", _steps(config)),
         ("optimizer", _optimizer(config)),

@@ -15,13 +15,12 @@ from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
-from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16
+from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16, unused_options
 from mgpu_pipe.launch.offload import offload_errors
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
-from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
+from mgpu_pipe.topology import BatchPlan, ParallelDims
 
-STRATEGIES = "this version has the data-parallel strategies: single, ddp, fsdp, hsdp and zero1 to zero3_nvme"
-DATA_AXES = ("dp_replicate", "dp_shard")
+ENGINES = "no such engine"
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,9 @@ def _size_errors(config: RunConfig) -> list[BadInputError]:
     if not errors:
         try:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
-            BatchPlan.resolve(config.data, dims.data_parallel_size)
+            plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+            if config.strategy.engine == "mesh":
+                errors += _model_axis_errors(config, dims, plan)
         except ConfigError as error:
             errors.append(error)
     return [*errors, *_sequence_errors(config)]
@@ -163,17 +164,27 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
         return [*deepspeed_errors(config), *offload_errors(config)]
     engines = ("mesh", ENGINE, *registered(STRATEGY_GROUP)) if strategy.engine != "mesh" else ("mesh",)
     if strategy.engine not in engines:
-        errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", STRATEGIES))
-    for axis in (*AXES, "ep"):
-        size = getattr(strategy, axis)
-        if axis not in DATA_AXES and size != 1:
-            errors.append(ConfigError(f"strategy.{axis}", size, "use 1", STRATEGIES))
+        errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", ENGINES))
     if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
         key, value = ("trainer.num_nodes", config.trainer.num_nodes)
         if config.trainer.devices != 1 and config.trainer.devices != "auto":
             key, value = "trainer.devices", config.trainer.devices
         errors.append(ConfigError(key, value, "use 1, or strategy=ddp", "strategy=single is one process"))
     return errors
+
+
+def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:
+    fields = model_fields(config)
+    if not fields or not (dims.uses_model_axes or _uses_axis_options(config)):
+        return []
+    from mgpu_pipe.launch.model_axes import model_axis_errors
+
+    return model_axis_errors(config, dims, plan, fields)
+
+
+def _uses_axis_options(config: RunConfig) -> bool:
+    strategy = config.strategy
+    return bool(strategy.sequence_parallel or strategy.pipeline.layers or config.objective.router_aux_loss)
 
 
 def _sequence_errors(config: RunConfig) -> list[BadInputError]:
@@ -232,7 +243,7 @@ def _joined() -> bool:
 
 
 def _notices(config: RunConfig) -> list[Notice]:
-    notices = []
+    notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
     if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
     if slow_fp16(config):

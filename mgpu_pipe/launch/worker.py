@@ -148,7 +148,7 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
 
     texts = generate_text(
         result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens,
-        seed=config.seed, together=True,
+        seed=config.seed, together=True, forward=result.sampling_forward,
     )  # fmt: skip
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 

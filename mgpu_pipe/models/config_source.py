@@ -70,6 +70,22 @@ def auto_mapping(name: str) -> dict[str, str]:
 @lru_cache(maxsize=16)
 def config_class(model_type: str) -> ConfigClass | None:
     """The configuration class of ``model_type``; None where transformers has none in its usual place."""
+    folder, place = package_folder(), _place(model_type)
+    if folder is None or place is None:
+        return None
+    found = _read_class(*place, folder)
+    found.keywords |= _undeclared(place[0].with_name(place[0].name.replace("configuration_", "modeling_")))
+    return found
+
+
+def class_statement(model_type: str) -> ast.ClassDef | None:
+    """The statement that defines the configuration class of ``model_type``."""
+    place = _place(model_type)
+    return None if place is None else _class_node(*place)
+
+
+def _place(model_type: str) -> tuple[Path, str] | None:
+    """The file of the configuration class of ``model_type``, and the class's name."""
     folder, class_name = package_folder(), auto_mapping("CONFIG_MAPPING_NAMES").get(model_type)
     if folder is None or class_name is None:
         return None
@@ -78,9 +94,7 @@ def config_class(model_type: str) -> ConfigClass | None:
     others = sorted((folder / "models").glob("*/configuration_*.py")) if not own.is_file() else []
     for file in (own, *others):
         if file.is_file() and f"class {class_name}(" in file.read_text(encoding="utf-8"):
-            found = _read_class(file, class_name, folder)
-            found.keywords |= _undeclared(file.with_name(file.name.replace("configuration_", "modeling_")))
-            return found
+            return file, class_name
     return None
 
 

@@ -184,3 +184,8 @@ def _accepts(annotation: ast.expr, value: Any) -> bool:
 def _described(annotation: ast.expr) -> str:
     names = [ast.unparse(one) for one in _alternatives(annotation)]
     return " or ".join("null" if name == "None" else name for name in names)
+
+
+def is_noise(name: str) -> bool:
+    """Whether a field of a causal language model's configuration switches randomness on in its forward pass."""
+    return ("drop" in name or name == "router_jitter_noise") and not name.startswith(("summary_", "classifier_"))

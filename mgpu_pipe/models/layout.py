@@ -8,7 +8,7 @@ verification read it. FSDP2 may shard the local parameter further: :func:`fragme
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -73,8 +73,18 @@ def layouts_of(model: nn.Module) -> Mapping[str, Layout]:
 
 
 def add_layouts(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Record ``layouts`` on the root module ``model``, over what was recorded for the same names."""
-    model.__dict__[LAYOUTS] = {**layouts_of(model), **layouts}
+    """Record ``layouts`` on the root module ``model``.
+
+    An axis that cuts a parameter of which an earlier one took a copy (a pipeline stage's of a tied weight) keeps that
+    copy's name; it is owned where both say so.
+    """
+    found = dict(layouts_of(model))
+    for name, layout in layouts.items():
+        earlier = found.get(name)
+        if earlier is not None:
+            layout = replace(layout, name=earlier.name, owned=layout.owned and earlier.owned)
+        found[name] = layout
+    model.__dict__[LAYOUTS] = found
 
 
 def unsharded_shape(tensor: torch.Tensor, layout: Layout | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The part of a parameter that this rank holds, and filling a model with such parts."""
+"""The parts of a parameter that this rank holds, and filling a model with such parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mgpu_pipe.models.layout import Fragment, Layout, fragments, layouts_of, unsharded_shape
 
 
 @dataclass(frozen=True)
@@ -18,18 +19,6 @@ class PartOf:
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-
-    @classmethod
-    def held(cls, tensor: torch.Tensor) -> PartOf:
-        """The part of ``tensor`` that this rank holds: all of it, or a ``DTensor``'s shard (which may be empty)."""
-        whole = tuple(tensor.shape)
-        if not isinstance(tensor, DTensor):
-            return cls(whole, (0,) * len(whole), whole)
-        shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        shape, offsets = tuple(shape), tuple(offsets)
-        if 0 in shape:  # the offset of nothing may lie outside
-            shape, offsets = tuple(tensor.to_local().shape), (0,) * len(whole)
-        return cls(whole, offsets, shape)
 
     @property
     def rows(self) -> tuple[int, int] | None:
@@ -61,29 +50,51 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 module._parameters[name] = cast[parameter]
 
 
+def parts_held(tensor: torch.Tensor, layout: Layout | None) -> list[tuple[Fragment, PartOf]]:
+    """The blocks of the unsharded parameter that this rank holds of ``tensor``, and where each lies locally."""
+    whole = unsharded_shape(tensor, layout)
+    return [(block, PartOf(whole, block.offsets, block.shape)) for block in fragments(tensor, layout)]
+
+
 def fill_parameters(
     model: nn.Module, values: Callable[[str, PartOf], torch.Tensor], device: torch.device | str
 ) -> None:
     """Replace every parameter of a meta ``model`` by one that holds its part, one after the other; ties are kept.
 
     Args:
-        values: the part of the parameter of that name; it is cast to the parameter's dtype.
+        values: a part of the parameter that the unsharded model calls by that name; it is cast to the parameter's
+            dtype.
     """
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 holders.setdefault(parameter, []).append((module, name))
+    layouts = layouts_of(model)
     for name, parameter in list(model.named_parameters()):
-        filled = _with_value(parameter, values(name, PartOf.held(parameter)), device)
+        layout = layouts.get(name)
+        drawn = [
+            (block, values(layout.name if layout else name, part)) for block, part in parts_held(parameter, layout)
+        ]
+        filled = _with_value(parameter, drawn, device)
         for module, attribute in holders.pop(parameter):
             module._parameters[attribute] = filled
 
 
-def _with_value(parameter: nn.Parameter, part: torch.Tensor, device: torch.device | str) -> nn.Parameter:
-    local = part.detach().to(device=device, dtype=parameter.dtype).contiguous()
-    if part.untyped_storage().nbytes() > local.nbytes and local.untyped_storage() is part.untyped_storage():
-        local = local.clone()  # a view would keep what it was cut from alive
+def _with_value(
+    parameter: nn.Parameter, drawn: list[tuple[Fragment, torch.Tensor]], device: torch.device | str
+) -> nn.Parameter:
+    """``parameter`` anew, its local tensor put together from the blocks ``drawn``."""
+    shape = local_tensor(parameter).shape
+    if len(drawn) == 1 and tuple(drawn[0][1].shape) == tuple(shape):
+        part = drawn[0][1].detach()
+        local = part.to(device=device, dtype=parameter.dtype).contiguous()
+        if part.untyped_storage().nbytes() > local.nbytes and local.untyped_storage() is part.untyped_storage():
+            local = local.clone()  # a view would keep what it was cut from alive
+    else:
+        local = torch.empty(shape, dtype=parameter.dtype, device=device)
+        for block, part in drawn:
+            block.of(local).copy_(part.detach())
     if isinstance(parameter, DTensor):
         local = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from mgpu_pipe.models.removed import is_removed
+
 KEEP = "keep_full_weight"
 """transformers' word for weights that the backward pass needs first, so that freeing them gains nothing."""
 
@@ -23,12 +25,17 @@ class Unit:
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the members of its longest ``ModuleList`` of like modules."""
+    """The repeated blocks of a model: the members of its longest ``ModuleList`` of like modules.
+
+    Of a pipeline stage's, those that it has.
+    """
     longest: list[nn.Module] = []
+    length = 0
     for module in model.modules():
-        is_longer = isinstance(module, nn.ModuleList) and len(module) > len(longest)
-        if is_longer and len({type(member) for member in module.children()}) == 1:
-            longest = list(module.children())
+        if isinstance(module, nn.ModuleList) and len(module) > length:
+            present = [member for member in module.children() if not is_removed(member)]
+            if len({type(member) for member in present}) == 1:
+                longest, length = present, len(module)
     return longest
 
 
@@ -42,7 +49,8 @@ def sharding_units(model: nn.Module) -> list[Unit]:
     plan = _own_plan(model)
     modules = dict(model.named_modules())
     planned = {name: style for name, style in plan.items() if name in modules}
-    blocks = [modules[name] for pattern in plan if "*" in pattern for name in _matches(pattern, modules)]
+    matching = [modules[name] for pattern in plan if "*" in pattern for name in _matches(pattern, modules)]
+    blocks = [module for module in matching if not is_removed(module)]
     if not blocks:
         return [Unit((block,)) for block in decoder_blocks(model)]
     tied = {id(module) for module in _tied_modules(model)}

@@ -1,4 +1,4 @@
-"""A folder's safetensors weights into a model whose parameters may be sharded: each rank reads its own parts.
+"""A folder's safetensors weights into a model whose parameters are split: each rank reads its own parts.
 
 Where a checkpoint's tensor is a parameter under the same or another name, the rank reads its rows alone. Where
 transformers makes a parameter out of several tensors (the experts of a mixture, fused projections), that one parameter
@@ -21,10 +21,25 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, check_loading, materialise_empty
 from mgpu_pipe.models.folder import check_model_folder, weight_files
-from mgpu_pipe.models.parts import PartOf, local_tensor
+from mgpu_pipe.models.layout import Layout, layouts_of, unsharded_shape
+from mgpu_pipe.models.parts import local_tensor, parts_held
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Take = Callable[[str, Any], None]
+"""Takes what it needs of the parameter of a name: of a whole tensor, or of a file's slice that reads what is asked."""
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """Fills a meta model with the weights of the folder ``source.path``."""
+
+    source: ModelConfig
+
+    def __call__(self, model: PreTrainedModel, device: torch.device) -> None:
+        fill_from_folder(model, self.source, device)
 
 
 @dataclass(frozen=True)
@@ -35,60 +50,119 @@ class _Source:
     converted: bool
 
 
+@dataclass(frozen=True)
+class _Target:
+    """A parameter to fill, and where what this rank holds of it lies."""
+
+    parameter: torch.nn.Parameter
+    layout: Layout | None
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return unsharded_shape(self.parameter, self.layout)
+
+    @torch.no_grad()
+    def copy(self, stored: Any) -> None:
+        """Take this rank's parts of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
+        local = local_tensor(self.parameter)
+        for block, part in parts_held(self.parameter, self.layout):
+            ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
+            block.of(local).copy_(stored[ranges] if ranges else stored[...])
+
+
+def _targets(model: torch.nn.Module) -> dict[str, _Target]:
+    """The parameters that this rank has a part of, under every name that they have in the unsharded model."""
+    layouts = layouts_of(model)
+    by_identity = {id(parameter): layouts.get(name) for name, parameter in model.named_parameters()}
+    found: dict[str, _Target] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        target = _Target(parameter, by_identity[id(parameter)])
+        found[name] = target
+        if target.layout is not None:
+            found.setdefault(target.layout.name, target)
+    return found
+
+
 def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.device | str) -> PreTrainedModel:
     """Fill the meta ``model`` (of ``source``, sharded or not) from the folder ``source.path``, in place.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
     """
-    from safetensors import safe_open
-
-    if source.path is None:
-        raise ConfigError("model.path", None, "give a Hugging Face model folder")
-    folder = Path(source.path).expanduser()
-    check_model_folder(folder)
+    _checked_folder(source)
     materialise_empty(model, device)
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
-        held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
-        found = fill_from_tensors(model, build_meta(replace(source, freeze=[])), held)
-    check_loading(folder, found, set())
+    targets = _targets(model)
+    parameters = {name: target.parameter for name, target in targets.items()}
+    shapes = {name: target.whole for name, target in targets.items()}
+    read_folder(source, parameters, shapes, lambda name, stored: targets[name].copy(stored))
     return model.train()
 
 
-def fill_from_tensors(
-    model: PreTrainedModel, twin: PreTrainedModel, held: Mapping[str, Callable[[], Any]]
-) -> dict[str, set[str]]:
-    """Fill the parameters of ``model`` from tensors under the names of a Hugging Face folder, or of its modules.
+def read_folder(
+    source: ModelConfig, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]],
+    take: Take,
+) -> None:
+    """Show ``take`` every parameter of ``source`` in its folder, one after the other.
 
     Args:
-        twin: the same model on the meta device, not sharded.
+        parameters: of the model, by all their names; those that are tied are one and the same.
+        shapes: whole shapes, by the same names.
+
+    Raises:
+        ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
+    """
+    from safetensors import safe_open
+
+    folder = _checked_folder(source)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
+        held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
+        found = read_tensors(build_meta(replace(source, freeze=[])), held, parameters, shapes, take)
+    check_loading(folder, found, set())
+
+
+def read_tensors(
+    twin: PreTrainedModel, held: Mapping[str, Callable[[], Any]], parameters: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]], take: Take,
+) -> dict[str, set[str]]:
+    """Show ``take`` every parameter that can be made of tensors under a folder's names, or the modules' own.
+
+    Args:
+        twin: the same model on the meta device, not split.
         held: opens a tensor by its name: a whole one, or a slice of a safetensors file.
+        parameters, shapes: as :func:`read_folder`'s.
 
     Returns:
         What did not find its place: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     sources, unexpected = _sources(twin, list(held))
     mismatched = set()
-    filled = _convert(twin, sources, held, parameters)
+    taken = _convert(twin, sources, held, shapes, take)
     for name, made_of in sources.items():
-        target = parameters.get(name)
-        if target is None or made_of.converted:
+        if name not in shapes or made_of.converted:
             continue  # a buffer; or done already
         stored = held[made_of.keys[0]]()
-        if _shape_of(stored) == tuple(target.shape):
-            _copy(target, stored)
-            filled.add(name)
+        if _shape_of(stored) == shapes[name]:
+            take(name, stored)
+            taken.add(name)
         else:
             mismatched.add(name)
-    done = {id(parameters[name]) for name in filled | mismatched}
-    missing = {name for name, parameter in model.named_parameters() if id(parameter) not in done}
+    done = {id(parameters[name]) for name in taken | mismatched}
+    first_names = {id(parameter): name for name, parameter in list(parameters.items())[::-1]}
+    missing = {name for key, name in first_names.items() if key not in done}
     return {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
 
 
 def _shape_of(stored: Any) -> tuple[int, ...]:
     return tuple(stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape())
+
+
+def _checked_folder(source: ModelConfig) -> Path:
+    if source.path is None:
+        raise ConfigError("model.path", None, "give a Hugging Face model folder")
+    folder = Path(source.path).expanduser()
+    check_model_folder(folder)
+    return folder
 
 
 def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source], set[str]]:
@@ -117,16 +191,16 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 def _convert(
     twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Callable[[], Any]],
-    parameters: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]], take: Take,
 ) -> set[str]:
-    """Fill what transformers makes of several tensors, one parameter at a time; names of what came out."""
+    """Show what transformers makes of several tensors, one parameter at a time; names of what came out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     filled = set()
     for name, made_of in sources.items():
-        if not made_of.converted or name not in parameters:
+        if not made_of.converted or name not in shapes:
             continue
         tensors = {key: held[key]() for key in made_of.keys}
         mapping: Any = get_model_conversion_mapping(twin)
@@ -136,8 +210,8 @@ def _convert(
         for other, value in list(twin.named_parameters(remove_duplicate=False)):
             if value.is_meta:
                 continue
-            if value.shape == parameters[other].shape:
-                _copy(parameters[other], value)
+            if tuple(value.shape) == shapes.get(other):
+                take(other, value.detach())
                 filled.add(other)
             module, _, attribute = other.rpartition(".")
             twin.get_submodule(module)._parameters[attribute] = torch.nn.Parameter(value.to("meta"))
@@ -155,13 +229,3 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-@torch.no_grad()
-def _copy(parameter: torch.nn.Parameter, stored: Any) -> None:
-    """This rank's part of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
-    part = PartOf.held(parameter)
-    if 0 in part.shape:
-        return
-    ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
-    local_tensor(parameter).copy_(stored[ranges] if ranges else stored[...])

@@ -74,8 +74,14 @@ class Objective(pl.LightningModule):
         return cls(model, optimizer_factory, learning_rate)
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of the losses of one micro-batch's valid items, a scalar; the strategy divides it."""
+        """Sum of the losses of one micro-batch's valid items, a scalar; the strategy divides it.
+
+        Its gradient may hold an additive auxiliary loss besides, which its value does not.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no micro_batch_loss")
+
+    def start_window(self, window: StepWindow) -> None:
+        """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""
 
     def empty_micro_batch(self, seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
         """A micro-batch of one sample that counts nothing, for a rank that has none where others have one."""
@@ -89,6 +95,7 @@ class Objective(pl.LightningModule):
     def training_step(self, window: StepWindow, batch_idx: int) -> dict[str, Any]:
         """One optimizer step."""
         strategy = cast(StepStrategy, self.trainer.strategy)
+        self.start_window(window)
         result = strategy.run_step(window)
         if self._optimizer is None:
             self._optimizer = self.optimizers()

@@ -10,9 +10,13 @@ import torch
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
+from mgpu_pipe.objectives.router_loss import RouterLoss
+from mgpu_pipe.objectives.vocabulary_cross_entropy import vocabulary_cross_entropy
+from mgpu_pipe.parallel.vocabulary import shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,16 +34,27 @@ class LossHead:
     def __init__(self, head: torch.nn.Linear, chunk_tokens: int | str) -> None:
         self.labels: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
-        self._chunk_tokens = chunk_tokens
+        self._head, self._chunk_tokens = head, chunk_tokens
         plain_forward = head.forward
 
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             if self.labels is None:
                 return plain_forward(hidden)
-            self.result = linear_cross_entropy(hidden, head.weight, head.bias, self.labels, self._chunk_tokens)
+            shard = shard_of(head)
+            if shard is None:
+                self.result = linear_cross_entropy(hidden, head.weight, head.bias, self.labels, self._chunk_tokens)
+            else:
+                self.result = vocabulary_cross_entropy(
+                    hidden, head.weight, head.bias, self.labels, shard, self._chunk_tokens
+                )
             return self.result
 
         head.forward = forward  # type: ignore[method-assign, assignment]
+
+    @property
+    def applies(self) -> bool:
+        """Whether the loss is to be computed here: not from whole logits, which a cut vocabulary never has."""
+        return self._chunk_tokens != 0 or shard_of(self._head) is not None
 
 
 class CausalLMObjective(Objective):
@@ -47,25 +62,41 @@ class CausalLMObjective(Objective):
 
     Args:
         chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+        router_aux_loss: ``objective.router_aux_loss``; 0 leaves the routers alone.
+
+    Attributes:
+        router_loss: the routers' balance loss, for the strategy to say which ranks share sequences; None without one.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
-    ) -> None:
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str,
+        router_aux_loss: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(model, optimizer_factory, learning_rate)
+        self.router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         head = model.get_output_embeddings()  # type: ignore[operator]
-        linear = head if chunk_tokens != 0 and isinstance(head, torch.nn.Linear) else None
-        self._head = None if linear is None else LossHead(linear, chunk_tokens)
+        self._head = LossHead(head, chunk_tokens) if isinstance(head, torch.nn.Linear) else None
 
     @classmethod
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, config.objective.loss_chunk_tokens)
+        chosen = config.objective
+        return cls(model, optimizer_factory, learning_rate, chosen.loss_chunk_tokens, chosen.router_aux_loss)
+
+    def start_window(self, window: StepWindow) -> None:
+        if self.router_loss is not None:
+            self.router_loss.start_window(window.normalizer, window.num_samples)
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if self.router_loss is None or not torch.is_grad_enabled():
+            return self._token_loss(batch)
+        with self.router_loss.collecting():
+            return self.router_loss.added(self._token_loss(batch), batch["labels"])
+
+    def _token_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         inputs = forward_kwargs(cast("PreTrainedModel", self.model), batch)
-        if self._head is None:
+        if self._head is None or not self._head.applies:
             return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
         self._head.labels = batch["labels"]
         try:
@@ -78,7 +109,7 @@ class CausalLMObjective(Objective):
         # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
         log.info("%s changes its logits after the head: they are computed whole", type(self.model).__name__)
         self._head = None
-        return self.micro_batch_loss(batch)
+        return self._token_loss(batch)
 
 
 def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:

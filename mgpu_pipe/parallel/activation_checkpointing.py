@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.parallel.context import in_this_context
 from mgpu_pipe.parallel.randomness import uses_dropout
 
 Mode = Literal["none", "full", "selective"]
@@ -56,7 +57,7 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        return checkpoint(in_this_context(forward), *args, **options, **kwargs)
 
     return checkpointed
 

@@ -39,7 +39,8 @@ class ShardingOptions:
 
 
 def apply_fully_shard(
-    model: torch.nn.Module, mesh: DeviceMesh, precision: str, options: ShardingOptions | None = None
+    model: torch.nn.Module, mesh: DeviceMesh, precision: str, options: ShardingOptions | None = None,
+    *, experts: Sequence[torch.nn.Module] = (), expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Apply ``fully_shard`` to each unit of ``model`` (see :func:`sharding_units`) and to its root, in place.
 
@@ -48,6 +49,8 @@ def apply_fully_shard(
     Args:
         mesh: one axis, which shards; or ``(dp_replicate, dp_shard)``, each of which may be of size 1.
         precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
+        experts: modules that are units of their own on ``expert_mesh``, which has the form of ``mesh``: other ranks
+            hold the same ones.
 
     Gradients are summed over the processes, not averaged: the loss is divided by the global token count already.
     """
@@ -55,6 +58,11 @@ def apply_fully_shard(
     policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     shards = mesh.size(mesh.ndim - 1) > 1
+    for module in experts:
+        fully_shard(
+            module, mesh=expert_mesh, mp_policy=policy, offload_policy=offload,
+            reshard_after_forward=_reshard(Unit((module,)), options, True),
+        )  # fmt: skip
     units = sharding_units(model)
     for unit in units:
         modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
@@ -70,8 +78,10 @@ def apply_fully_shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    # Ranks may use different parameters in a pass (a branch that some samples take): all reduce all of them.
-    root.set_reduce_scatter_unused_params(True)
+    # Ranks may use different parameters in a pass (a branch that some samples take): all reduce all of them. FSDP2
+    # before torch 2.13 cannot, and there ranks have to use the same.
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
     for unit in units:
         if not unit.in_backward:
             _sharded(unit).set_unshard_in_backward(False)
@@ -112,6 +122,14 @@ def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
         root.set_requires_gradient_sync(last)
 
 
+def find_units(root: FSDPModule) -> None:
+    """Let FSDP2 find the units of the filled ``root`` now, and not in its first forward pass.
+
+    A pipeline's forward passes show one stage of the model at a time: units of the other would be taken for roots.
+    """
+    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+
+
 def reshard_all(root: FSDPModule) -> None:
     """Free the gathered compute copies of every block, so that ``named_parameters()`` are the sharded masters again."""
     assert isinstance(root, torch.nn.Module)
@@ -133,6 +151,7 @@ class UsedParameters:
 
     def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.flags = [False] * len(parameters)
+        self._own: list[tuple[torch.nn.Module, str, int]] = []
         index = {id(parameter): number for number, parameter in enumerate(parameters)}
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -140,6 +159,16 @@ class UsedParameters:
 
     def clear(self) -> None:
         self.flags[:] = [False] * len(self.flags)
+
+    def note_gradients(self) -> None:
+        """Take note of the gathered parameters that hold a gradient now.
+
+        For backward passes that hand gradients out instead of accumulating them, so that no hook tells.
+        """
+        for module, name, number in self._own:
+            gathered = module._parameters[name]
+            if gathered is not None and not isinstance(gathered, DTensor) and gathered.grad is not None:
+                self.flags[number] = True
 
     def _watch(self, unit: torch.nn.Module, index: dict[int, int]) -> None:
         """At the unit's first forward pass, put a hook on its gathered parameters, which last as long as the unit."""
@@ -149,6 +178,8 @@ class UsedParameters:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in index
         ]
+
+        self._own += own
 
         def on_first_forward(_: torch.nn.Module, __: object) -> None:
             handle.remove()

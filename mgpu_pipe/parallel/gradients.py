@@ -6,7 +6,7 @@ off differently, so that the clip factor would depend on the strategy (DESIGN 7)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,26 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device
     return total.sqrt()
 
 
+def counted_norm(
+    parameters: Sequence[torch.nn.Parameter], counted: Sequence[bool], device: torch.device
+) -> torch.Tensor:
+    """:func:`gradient_norm` of a model that is cut over several meshes. A collective call of all ranks.
+
+    Args:
+        counted: for each parameter whether this rank's part of its gradient is to be counted, so that every element of
+            the unsharded model is counted on one rank.
+    """
+    local = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        for p, counts in zip(parameters, counted, strict=True)
+        if counts and p.grad is not None
+    ]
+    total = squared_norm(local).to(device) if local else torch.zeros((), dtype=torch.float64, device=device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, max_norm: float) -> None:
     """Scale all gradients in place so that a global norm of ``norm`` becomes at most ``max_norm``."""
@@ -65,4 +85,5 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> 
     local = [
         p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
     ]
-    torch._foreach_mul_(local, factor)  # type: ignore[attr-defined]
+    if local:
+        torch._foreach_mul_(local, factor)  # type: ignore[attr-defined]

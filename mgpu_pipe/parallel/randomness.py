@@ -6,9 +6,12 @@ Keyed like this, a resumed run draws what the uninterrupted one drew, and tensor
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from mgpu_pipe.models.fields import is_noise
 
 
 def step_seed(seed: int, step: int, data_parallel_rank: int) -> int:
@@ -18,9 +21,18 @@ def step_seed(seed: int, step: int, data_parallel_rank: int) -> int:
 
 
 def uses_dropout(model: torch.nn.Module) -> bool:
-    """Whether any dropout of ``model`` is on: a module's, or one of its configuration (attention's is a function)."""
+    """Whether anything random is on in ``model``: a dropout module, or a field of its configuration, for attention's
+    dropout is a function, and so is a router's noise."""
     if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
         return True
     config: Any = getattr(model, "config", None)
-    fields = config.to_dict() if config is not None else {}
-    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in fields.items())
+    return config is not None and _has_noise(config.to_dict())
+
+
+def _has_noise(fields: Mapping[Any, Any]) -> bool:
+    """Whether a field, or one of a nested configuration (a language model inside of another), is noise."""
+    return any(
+        _has_noise(value) if isinstance(value, Mapping)
+        else is_noise(str(name)) and isinstance(value, int | float) and value > 0
+        for name, value in fields.items()
+    )

@@ -74,7 +74,7 @@ class EngineStrategy(ParallelStrategy):
     @property
     def holds_whole_model(self) -> bool:
         """Whether one rank alone can run the trained model: no part of it is on another rank only."""
-        return self.dims.dp_shard == 1
+        return not self.dims.cuts_the_model
 
     @property
     def objective(self) -> Objective:
@@ -103,8 +103,9 @@ class EngineStrategy(ParallelStrategy):
         raise NotImplementedError
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over the data-parallel processes, in place. A collective call."""
-        if self.dims.data_parallel_size > 1:
+        """Sum of a tensor over all processes, in place; those that share their samples add zeros but one. Collective.
+        """
+        if self.dims.world_size > 1:
             dist.all_reduce(values)
         return values
 
@@ -127,6 +128,13 @@ class EngineStrategy(ParallelStrategy):
             weights: type of every weight of the checkpoint by its name.
         """
         create_optimizer_state(self.objective.model, self.optimizers[0], stored, weights)
+
+    def sampling_forward(self) -> Callable[..., Any] | None:
+        """What takes the place of the model's forward pass while text is generated, on all ranks; None: nothing does.
+
+        It takes ``input_ids`` and ``position_ids`` of whole texts and returns an object with ``logits``.
+        """
+        return None
 
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import pytorch_lightning as pl
 import torch
@@ -16,20 +16,24 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.adapters import named_tensor_pieces
+from mgpu_pipe.checkpoint.adapters import tensor_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow, without_labels
+from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
+from mgpu_pipe.parallel.memory import ForwardMeter, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.swap_folder import claim
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
-from mgpu_pipe.strategies.zero_engine import LossModule, prepare_deepspeed, zero_engine
+from mgpu_pipe.strategies.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
 from mgpu_pipe.strategies.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
 from mgpu_pipe.strategies.zero_state import ZeroState, fragment_pieces
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -54,9 +58,12 @@ class DeepSpeedStrategy(EngineStrategy):
         precision: ``fp32`` or ``bf16``.
         max_norm: largest global gradient norm, or None.
         materialise: fills a model that was built on the meta device, in place; None for one that is filled.
-        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given.
+        seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given and not
+            :class:`FolderWeights`, whose folder it reads part by part.
         dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
         stop_requested: whether this process was told to stop.
+        activation_checkpointing: ``none``, ``full`` or ``selective``.
+        compile_model: compile each block; ZeRO-1 and 2 only.
     """
 
     strategy_name = "mgpu_deepspeed"
@@ -73,6 +80,8 @@ class DeepSpeedStrategy(EngineStrategy):
         seed: int = 0,
         dropout_seed: int | None = None,
         stop_requested: Callable[[], bool] = lambda: False,
+        activation_checkpointing: Literal["none", "full", "selective"] = "none",
+        compile_model: bool = False,
     ) -> None:
         super().__init__(dims, device)
         self.settings = dict(settings)
@@ -83,6 +92,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self._seed = seed
         self._dropout_seed = dropout_seed
         self._stop_requested = stop_requested
+        self._activation_checkpointing = activation_checkpointing
+        self._compile_model = compile_model
         self._engine: DeepSpeedEngine | None = None
         self._state: ZeroState | None = None
         self._initial: Shards = {}
@@ -90,6 +101,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
+        self._memory: dict[str, int] = {}
+        self._first_step: int | None = None
 
     @classmethod
     def from_config(
@@ -105,13 +118,15 @@ class DeepSpeedStrategy(EngineStrategy):
         return cls(
             dims,
             device,
-            deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size)),
+            deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)),
             precision=resolve_precision(config),
             max_norm=config.trainer.gradient_clip_val,
             materialise=materialise,
             seed=config.seed,
             dropout_seed=dropout_seed,
             stop_requested=stop_requested,
+            activation_checkpointing=config.strategy.activation_checkpointing,
+            compile_model=config.model.compile,
         )
 
     # -- assembling ---------------------------------------------------------------------------------------------
@@ -131,6 +146,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.accelerator.setup(trainer)
         objective = self.objective
         prepare_deepspeed(self._device)
+        check_settings(self.settings)
         self._prepare_swapping()
         self.parallelise(objective.model)
         self.model = objective
@@ -155,9 +171,15 @@ class DeepSpeedStrategy(EngineStrategy):
     def parallelise(self, model: nn.Module) -> None:
         """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""
         dtype = COMPUTE_DTYPES[self._precision]
+        apply_activation_checkpointing(model, self._activation_checkpointing)
+        if self._compile_model:
+            compile_blocks(model)
         if self.stage == 3:
-            seed = self._seed if self._materialise is not None else None
-            self._initial = partition_model(model, self.settings, seed, self._device, dtype)
+            folder = self._materialise.source if isinstance(self._materialise, FolderWeights) else None
+            drawn = self._materialise is not None and folder is None
+            self._initial = partition_model(
+                model, self.settings, self._device, dtype, seed=self._seed if drawn else None, folder=folder
+            )
             return
         if self._materialise is not None:
             self._materialise(model, self._device)
@@ -211,13 +233,36 @@ class DeepSpeedStrategy(EngineStrategy):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(window.micro_batches) - 1)
-            loss = engine(micro_batch)
+            loss = self._forward(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
             loss_sum += loss.detach()
+            if index == len(window.micro_batches) - 1:
+                self.state.gradients_reduced()
+            self._note_gradients(window)
         return self._finish_step(window, loss_sum)
+
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        """The micro-batch's loss; the first one's activations are measured."""
+        if "activations" in self._memory or self._compile_model:
+            return cast(torch.Tensor, self.engine(micro_batch))
+        with ForwardMeter(self._device) as meter:
+            loss = cast(torch.Tensor, self.engine(micro_batch))
+        self._memory["activations"] = max(0, meter.left_bytes())
+        return loss
+
+    def _note_gradients(self, window: StepWindow) -> None:
+        """The most that is held between the passes of the first window: ZeRO-1 keeps whole gradients till the last."""
+        if self._first_step is None:
+            self._first_step = window.step
+        if window.step == self._first_step:
+            held = storage_bytes(self.state.held_gradients(), self._device.type)
+            self._memory["gradients"] = max(self._memory.get("gradients", 0), held)
 
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
+        if gradients and gradients[0].device != self._device and self._device.type == "cuda":
+            # ZeRO-1 and 2 copy offloaded gradients to pinned memory without waiting, and the norm is of the host's.
+            torch.cuda.synchronize(self._device)  # whatever stream of the backward pass copied
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         stop = 1.0 if self._stop_requested() else 0.0
         # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
@@ -281,7 +326,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return self.state.gradient_pieces(self._unused)
 
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
-        self.state.create_optimizer_state(stored)
+        self.state.create_optimizer_state(stored, weights)
 
     @torch.no_grad()
     def pieces_written(self) -> None:
@@ -295,6 +340,21 @@ class DeepSpeedStrategy(EngineStrategy):
                 part.narrow(0, 0, values.numel()).copy_(values)
             else:
                 _gather_parts(parameter, values)
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps on its device of weights, gradients and optimizer state, and of activations.
+
+        Weights count with their fp32 masters; gradients are the most that the first window's backward passes left
+        behind; activations what the first forward pass left. What is offloaded is not counted.
+        """
+        kind = self._device.type
+        frozen = [getattr(parameter, "ds_tensor", parameter) for _, parameter in self._frozen_parameters()]
+        masters = [values for _, values in self._frozen.values()]
+        return {
+            "weights": storage_bytes([*self.state.held_weights(), *frozen, *masters], kind),
+            "optimizer": storage_bytes(self.state.held_state(), kind),
+            **self._memory,
+        }
 
     def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.objective.model.named_parameters() if not p.requires_grad]
@@ -312,7 +372,7 @@ class DeepSpeedStrategy(EngineStrategy):
                 start, stop = equal_part(shape_numel(shape), dist.get_rank(), dist.get_world_size())
                 pieces += fragment_pieces(name, shape, start, part.narrow(0, 0, stop - start))
             else:
-                pieces += named_tensor_pieces([(name, parameter)])
+                pieces += tensor_pieces(name, parameter)
         return pieces
 
 

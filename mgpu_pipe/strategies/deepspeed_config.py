@@ -14,10 +14,12 @@ from typing import Any, Literal
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.strategies.deepspeed_keys import unknown_setting
 from mgpu_pipe.topology import BatchPlan
 
 RAW = "strategy.deepspeed_config"
 ENGINE = "deepspeed"
+PRECISIONS = ("fp32", "bf16")
 FP32_BYTES = 4
 MIB = 1 << 20
 
@@ -62,7 +64,8 @@ UNSUPPORTED = (
     "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.offload_optimizer.ratio", "zero_optimization.offload_optimizer.super_offload",
     "zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment",
-    "zero_optimization.sub_group_prefetch",
+    "zero_optimization.sub_group_prefetch", "checkpoint", "nebula", "dataloader_drop_last", "autotuning",
+    "weight_quantization", "use_data_before_expert_parallelism", "seq_parallel_communication_data_type",
 )  # fmt: skip
 """Raw settings that change the result, the data, or who holds what, which this project would not know of."""
 STAGE_3_ONLY = ("zero_optimization.offload_param", "zero_optimization.sub_group_size")
@@ -171,7 +174,18 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
         errors.append(ConfigError("strategy.offload", "nvme", fix, reason))
-    return [*errors, *_raw_errors(config), *_optimizer_errors(config)]
+    return [*errors, *_feature_errors(config), *_raw_errors(config), *_optimizer_errors(config)]
+
+
+def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
+    """What the mesh engine has and this one has not."""
+    if config.precision.name not in ("auto", *PRECISIONS):
+        fix = "use precision=bf16, or the mesh engine (strategy=fsdp)"
+        reason = f"the deepspeed engine has {' and '.join(PRECISIONS)} only"
+        yield ConfigError("precision.name", config.precision.name, fix, reason)
+    if config.model.compile and config.strategy.deepspeed.stage == 3:
+        fix = "use false, or strategy=fsdp, zero1 or zero2"
+        yield ConfigError("model.compile", True, fix, "ZeRO-3 gathers weights inside of a block, by hooks")
 
 
 def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
@@ -190,6 +204,8 @@ def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
             yield ConfigError(f"{RAW}.{name}", value, fix, f"ZeRO-{stage} does not have it")
         elif stage == 3 and _found(name, STAGE_1_2_ONLY) is not None:
             yield ConfigError(f"{RAW}.{name}", value, "leave it out", "ZeRO-3 does not have it")
+        elif (instead := unknown_setting(name)) is not None:
+            yield ConfigError(f"{RAW}.{name}", value, instead, "DeepSpeed has no such setting")
 
 
 def _found(name: str, settings: Any) -> str | None:

@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 
 PREFIX = "mgpu-zero-"
-GUARD, IN_USE = ".mgpu-zero.lock", "in-use"
+GUARD, IN_USE = ".mgpu-zero-{user}.lock", "in-use"
+"""The guard is a user's own: several may share the disk, and none can touch what is another's."""
 
 
 def claim(root: Path, token: str) -> Path:
@@ -18,7 +19,7 @@ def claim(root: Path, token: str) -> Path:
     Every process of the run on this node makes this call. Folders that no living process holds are deleted.
     """
     folder = root / f"{PREFIX}{token}"
-    with (root / GUARD).open("w") as guard:
+    with (root / GUARD.format(user=os.getuid())).open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         folder.mkdir(exist_ok=True)
         held = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT)
@@ -35,6 +36,8 @@ def _is_held(folder: Path) -> bool:
         descriptor = os.open(folder / IN_USE, os.O_RDWR)
     except FileNotFoundError:
         return False
+    except PermissionError:
+        return True  # another user's
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
+from mgpu_pipe.models.slices import read_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,20 +29,23 @@ def equal_part(numel: int, rank: int, ranks: int) -> tuple[int, int]:
 def partition_model(
     model: nn.Module,
     settings: Mapping[str, Any],
-    seed: int | None,
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    seed: int | None = None,
+    folder: ModelConfig | None = None,
 ) -> Shards:
     """Give every rank its part of every parameter, as DeepSpeed's ``zero.Init`` does, and fill the buffers.
 
-    Nothing is sent: a rank draws the rows that hold its part, so the whole model is nowhere, and at most one whole
-    parameter's memory is (briefly) reserved.
+    Nothing is sent: a rank draws or reads the rows that hold its part, so the whole model is nowhere, and at most one
+    whole parameter's memory is (briefly) reserved.
 
     Args:
-        model: on the meta device; or, where ``seed`` is None, whole and filled.
+        model: on the meta device; or, with neither ``seed`` nor ``folder``, whole and filled.
         settings: the DeepSpeed configuration.
-        seed: keys the initial values.
         dtype: of the partitioned weights.
+        seed: keys the initial values that are drawn.
+        folder: where the weights are read instead.
 
     Returns:
         The fp32 values of this rank's parts, where ``dtype`` cannot hold them.
@@ -50,28 +55,69 @@ def partition_model(
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     context = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
-    recipe = recipe_of(cast("PreTrainedModel", model)) if seed is not None else None
+    recipe = recipe_of(cast("PreTrainedModel", model)) if seed is not None or folder is not None else None
     shards: Shards = {}
     for name, old in list(model.named_parameters()):
         shape = tuple(old.shape)
-        start, stop = equal_part(old.numel(), rank, ranks)
-        if recipe is None or seed is None:
-            values = old.detach().reshape(-1)[start:stop].to(device, torch.float32, copy=True)
-        else:
-            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(device)
         new = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=old.requires_grad)
         _replace(model, old, new)
         context._convert_to_deepspeed_param(new)
         new.partition()  # type: ignore[attr-defined]
-        with torch.no_grad():
-            part = new.ds_tensor  # type: ignore[attr-defined]
-            part.zero_()
-            part.narrow(0, 0, stop - start).copy_(values)
+        if folder is not None:
+            continue
+        start, stop = equal_part(old.numel(), rank, ranks)
+        if seed is None:
+            values = old.detach().reshape(-1)[start:stop].to(device, torch.float32, copy=True)
+        else:
+            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(device)
+        _set_part(new, values)
         if dtype != torch.float32:
             shards[name] = (start, values)
+    if folder is not None:
+        shards = _read_parts(model, folder, dtype, rank, ranks)
     if recipe is not None:
         materialise_buffers(model, recipe, device)
+    else:
+        _move_buffers(model, device)
     return shards
+
+
+@torch.no_grad()
+def _set_part(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    part: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    part.zero_()
+    part.narrow(0, 0, values.numel()).copy_(values)
+
+
+def _read_parts(model: nn.Module, folder: ModelConfig, dtype: torch.dtype, rank: int, ranks: int) -> Shards:
+    """Fill the partitioned parameters from a folder; the fp32 values, where ``dtype`` cannot hold them."""
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.ds_shape) for name, parameter in parameters.items()}
+    shards: Shards = {}
+
+    def take(name: str, stored: Any) -> None:
+        parameter = parameters[name]
+        start, stop = equal_part(parameter.ds_numel, rank, ranks)
+        values = elements_of(stored, shapes[name], start, stop)
+        _set_part(parameter, values)
+        if dtype != torch.float32:
+            copied = values.to(parameter.ds_tensor.device, torch.float32, copy=True)
+            shards[first_names[id(parameter)]] = (start, copied)
+
+    read_folder(folder, parameters, shapes, take)
+    return shards
+
+
+def elements_of(stored: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    """Elements ``start`` to ``stop`` of a flattened tensor or slice of a file, of which the rows there are read."""
+    if not shape:
+        whole: torch.Tensor = stored[...]
+        return whole.reshape(1)[start:stop]
+    row = max(1, prod(shape[1:]))
+    first = start // row
+    rows: torch.Tensor = stored[first : max(first, -(-stop // row))]
+    return rows.reshape(-1)[start - first * row : stop - first * row]
 
 
 def _draw_elements(
@@ -91,6 +137,13 @@ def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
         for name, held in module._parameters.items():
             if held is old:
                 module._parameters[name] = new
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
 
 
 def whole_values(model: nn.Module) -> Shards:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.base import Objective
 
 if TYPE_CHECKING:
@@ -39,6 +40,24 @@ def prepare_deepspeed(device: torch.device) -> None:
     # DeepSpeed compiles an all-reduce for inference on the CPU when it meets a process group; training never calls it.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_init_required=False)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Let DeepSpeed judge the values of the raw settings, whose names were checked before launch.
+
+    Raises:
+        ConfigError: it refuses one.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        found = f"strategy.deepspeed_config.zero_optimization.{name}"
+        raise ConfigError(found, first["input"], "correct it", f"DeepSpeed says: {first['msg']}") from None
 
 
 def zero_engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:

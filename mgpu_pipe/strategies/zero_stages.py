@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ class ZeroTwoState(ZeroState):
     """Stages 1 and 2: whole weights on every rank, in one flat buffer a group that the ranks cut equally."""
 
     def __init__(self, zero: Any, names: Mapping[int, str], rank: int) -> None:
+        self._rank = rank
         fragments: list[Fragment] = []
         for group, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[group])
@@ -24,9 +25,35 @@ class ZeroTwoState(ZeroState):
                     name, shape = names[id(parameter)], tuple(parameter.shape)
                     fragments.append(Fragment(name, shape, start - at, stop - start, group, start - low))
         super().__init__(zero, fragments)
+        if zero.dtype == torch.float32 and not zero.cpu_offload:
+            self._keep_one_copy()
+
+    def _keep_one_copy(self) -> None:
+        """Let fp32 weights be their own masters, and gradients go straight into this rank's part.
+
+        DeepSpeed has a second copy of the one, and keeps of the other the whole parameters at the part's ends; where it
+        casts gradients to fp32, it adds them up in the part itself.
+        """
+        for whole, master in zip(self.zero.parallel_partitioned_bit16_groups, self.masters(), strict=True):
+            master.data = whole[self._rank].data
+        self.zero._link_all_hp_params()  # its fragments of the masters would keep the copy alive
+        self.zero._use_compact_grad_partition_buffer = lambda group: True
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.zero.single_partition_of_fp32_groups)
+
+    def held_weights(self) -> Iterator[torch.Tensor]:
+        yield from super().held_weights()
+        yield from self.zero.bit16_groups_flat
+
+    def held_gradients(self) -> Iterator[torch.Tensor]:
+        yield from super().held_gradients()
+        for tensors in self.zero.all_grad_tensors.values():
+            yield from tensors or []
+        for parameters in self.zero.bit16_groups:
+            for parameter in parameters:
+                held = (parameter.grad, getattr(parameter, "grad_accum", None))
+                yield from (gradient for gradient in held if gradient is not None)
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         if self.zero.cpu_offload:
@@ -40,6 +67,12 @@ class ZeroTwoState(ZeroState):
                 at += tensor.numel()
         there = {group for group, tensors in self.zero.averaged_gradients.items() if tensors is not None}
         return [(f, found[f.group, f.offset][: f.numel]) for f in self.fragments if f.group in there]
+
+    def gradients_reduced(self) -> None:
+        # DeepSpeed would keep all parameters' gradients, and the bucket that they are in, until the update.
+        if not self.zero.cpu_offload:
+            for parameters in self.zero.bit16_groups:
+                self.zero.free_grad_in_param_list(parameters)
 
     def clear_gradients(self) -> None:
         if self.zero.cpu_offload:
@@ -68,18 +101,33 @@ class ZeroThreeState(ZeroState):
                     self._parameters.append(parameter)
         super().__init__(zero, fragments)
         # The buffer is laid out in the order of all groups' parameters, wherever the update takes its gradients from.
-        at, self._at = 0, dict[int, int]()
+        at, self._at, self._group_at = 0, dict[int, int](), list[int]()
         for parameters in zero.fp16_groups:
+            self._group_at.append(at)
             for parameter in parameters:
                 self._at[id(parameter)] = at
                 at += parameter.partition_numel()
         self._factor = 1.0
+        if zero.dtype == torch.float32 and not (zero.offload_optimizer or zero.offload_param):
+            # As DeepSpeed means to, but it compares a device with a name (0.19.8, stage3.py, 1162).
+            for weights, master in zip(zero.fp16_partitioned_groups_flat, self.masters(), strict=True):
+                master.data = weights.data
         # Norm and clipping are done when DeepSpeed's update begins.
         zero._get_norm_groups = lambda: [torch.ones(())]
         zero.unscale_and_clip_grads = self._take_gradients
+        zero._prepare_fp32_grad_for_sub_group = self._show_gradients
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
+
+    def held_weights(self) -> Iterator[torch.Tensor]:
+        yield from super().held_weights()
+        for parameters in self.zero.fp16_groups:
+            yield from (parameter.ds_tensor for parameter in parameters)
+
+    def held_gradients(self) -> Iterator[torch.Tensor]:
+        yield from super().held_gradients()
+        yield self.zero.grad_partitions_flat_buffer
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         # Gradients are accumulated here, also where the update takes them from elsewhere (offload).
@@ -106,6 +154,12 @@ class ZeroThreeState(ZeroState):
         """In the place of DeepSpeed's clipping, just before the update of a group."""
         if self.zero.offload_optimizer and self._factor != 1.0:
             self._copy_gradients(group)
+
+    def _show_gradients(self, group: int) -> None:
+        """Give the update of a group its gradients in place, where DeepSpeed would copy them."""
+        master = self.masters()[group]
+        master.grad = self.zero.grad_partitions_flat_buffer.narrow(0, self._group_at[group], master.numel())
+        self.zero.averaged_gradients[group] = None
 
     def _copy_gradients(self, group: int) -> None:
         gradient = self.masters()[group].grad

@@ -69,6 +69,9 @@ class ZeroState:
         """The reduced fp32 gradient of every fragment, flat and live, once a window's backward passes are through."""
         raise NotImplementedError
 
+    def gradients_reduced(self) -> None:
+        """To be called once a window's backward passes are through: what was reduced need not be kept."""
+
     def clear_gradients(self) -> None:
         """Forget the last window's gradients, so that a parameter which a window does not use has none."""
 
@@ -81,6 +84,25 @@ class ZeroState:
     def weights_written(self) -> None:
         """Bring the weights that forward passes use up to date with the masters. A collective call."""
         raise NotImplementedError
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def held_weights(self) -> Iterator[torch.Tensor]:
+        """All tensors of trained weights on this rank, those of compute and the masters."""
+        yield from self.masters()
+
+    def held_gradients(self) -> Iterator[torch.Tensor]:
+        """All tensors of gradients on this rank that outlive a backward pass."""
+        for flat in self.masters():
+            if flat.grad is not None:
+                yield flat.grad
+        for tensors in self.zero.averaged_gradients.values():
+            yield from tensors or []
+
+    def held_state(self) -> Iterator[torch.Tensor]:
+        """All tensors of the optimizer's state on this rank."""
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -124,8 +146,17 @@ class ZeroState:
                     )
         return pieces
 
-    def create_optimizer_state(self, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Give every flat tensor the (empty) state that a checkpoint holds values for."""
+    def create_optimizer_state(
+        self,
+        stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        weights: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        """Give every flat tensor the (empty) state that a checkpoint holds values for.
+
+        Args:
+            weights: the type of every weight of the checkpoint. State of the weight's own type has the masters' type,
+                so that a run may go on from another precision.
+        """
         keys: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         for name, entry in stored.items():
             parameter, _, key = name.rpartition("/")
@@ -138,6 +169,7 @@ class ZeroState:
                 if key in state:
                     continue
                 if shape == f.shape and shape != ():
+                    dtype = flat.dtype if dtype == (weights or {}).get(f.name) else dtype
                     self.add_state(f.group, key, torch.zeros_like(flat, dtype=dtype))
                 else:
                     device = flat.device if on_device else torch.device("cpu")

@@ -65,7 +65,7 @@ def out_of_memory(
     Args:
         parts: as far as they were measured; the rest is estimated from the model's parameters.
     """
-    known = estimated_parts(model, dims, plan, config.data.seq_len, parts)
+    known = estimated_parts(model, dims, plan, config.data.seq_len, parts, _stage(config))
     largest = max(known, key=lambda name: known[name])
     helpful = sorted(savings(config, dims, plan, known), key=lambda saving: -saving.size)[:SHOWN]
     fixes = ", ".join(f"{saving.setting} (saves about {_gib(saving.size)})" for saving in helpful if saving.size > 0)
@@ -79,20 +79,26 @@ def out_of_memory(
 
 
 def estimated_parts(
-    model: Any, dims: ParallelDims, plan: BatchPlan, seq_len: int, parts: Mapping[str, int]
+    model: Any, dims: ParallelDims, plan: BatchPlan, seq_len: int, parts: Mapping[str, int], stage: int = 3
 ) -> dict[str, int]:
-    """Bytes a rank of each part: measured where they are known, else from the closed form."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    shards = dims.dp_shard
+    """Bytes a rank of each part: measured where they are known, else from the closed form.
+
+    Args:
+        stage: what ``dp_shard`` shards: 1 the optimizer's state, 2 gradients too, 3 (and FSDP2) weights too.
+    """
+    # A parameter that DeepSpeed has partitioned is empty, and keeps its size in ``ds_numel``.
+    sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}
+    trained = sum(size for p, size in sizes.items() if p.requires_grad)
+    whole = sum(size * p.element_size() for p, size in sizes.items())
+    shards = dims.world_size // dims.dp_replicate
     config = model.config.get_text_config()
     tokens = plan.micro_batch_size * seq_len
     # Activations of a layer in half precision, attention by a fused kernel: 34 bytes a token and width
     # (Korthikanti et al. 2022, arXiv:2205.05198, equation 2); twice that in fp32; and the logits in fp32.
     layers = 2 * 34 * tokens * config.hidden_size * config.num_hidden_layers
     guessed = {
-        "weights": whole // shards,
-        "gradients": 4 * trained // shards,
+        "weights": whole // (shards if stage == 3 else 1),
+        "gradients": 4 * trained // (shards if stage > 1 else 1),
         "optimizer": 4 * ADAM_STATES * trained // shards,
         "activations": layers,
     }
@@ -113,6 +119,9 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
         found.append(Saving("strategy.activation_checkpointing=full", activations * 4 // 5))
     if dims.dp_replicate > 1:
         found.append(Saving("strategy=fsdp", state * (dims.dp_replicate - 1) // dims.dp_replicate))
+    elif _stage(config) < 3:
+        sharded = parts["weights"] + (parts["gradients"] if _stage(config) == 1 else 0)
+        found.append(Saving("strategy=zero3", sharded * (dims.dp_shard - 1) // dims.dp_shard))
     elif dims.dp_shard == 1:
         found.append(Saving("strategy=fsdp trainer.devices=2", state // 2))
     else:
@@ -123,6 +132,11 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     if config.precision.name == "fp32":
         found.append(Saving("precision=bf16", activations // 2))
     return found
+
+
+def _stage(config: RunConfig) -> int:
+    """What ``dp_shard`` shards, as a ZeRO stage; FSDP2 shards all."""
+    return config.strategy.deepspeed.stage if config.strategy.engine == "deepspeed" else 3
 
 
 def _gib(size: int) -> str:

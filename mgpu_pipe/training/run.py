@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from mgpu_pipe.errors import BadInputError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
-from mgpu_pipe.models.slices import fill_from_folder
+from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -60,6 +61,8 @@ class TrainResult:
     whole_model: bool = True
     """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
     summary: dict[str, Any] = field(default_factory=dict)
+    sampling_forward: Callable[..., Any] | None = None
+    """See :meth:`EngineStrategy.sampling_forward`."""
 
 
 def train(
@@ -81,7 +84,7 @@ def train(
     _quiet_lightning()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.resolve(config.strategy, world_size)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     device = _device(config)
     precision = resolve_precision(config)
     torch.manual_seed(config.seed)
@@ -93,9 +96,7 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    # DeepSpeed partitions a loaded model; the mesh engine reads each rank's own slices.
-    by_slices = config.strategy.engine == "mesh" and (dims.dp_shard > 1 or config.strategy.offload == "cpu")
-    model, fill = _build_model(config, device, sharded=by_slices)
+    model, fill = _build_model(config, device, sharded=_reads_slices(config, dims))
     settings = model_settings(model.config)
     if reader is not None:
         require_model_settings(reader.state.get("model_config"), settings, reader.folder)
@@ -170,7 +171,9 @@ def train(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        parts = strategy.memory_parts() if strategy.optimizers else {}
+        parts: dict[str, int] = {}
+        with suppress(Exception):  # in the middle of a step an engine may not be able to tell
+            parts = strategy.memory_parts()
         raise out_of_memory(error, rank, config, dims, plan, model, parts) from error
     finally:
         if writer is not None:
@@ -191,6 +194,13 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def _reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
+    """Whether each rank reads its own parts of a folder's weights, and none the whole."""
+    if config.strategy.engine == "deepspeed":
+        return config.strategy.deepspeed.stage == 3
+    return config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
+
+
 def _build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
@@ -201,11 +211,7 @@ def _build_model(
     if source.path is not None and not sharded:
         return load_pretrained(source, device), None
     if source.path is not None:
-
-        def read(model: PreTrainedModel, device: torch.device) -> None:
-            fill_from_folder(model, source, device)
-
-        return build_meta(source), read
+        return build_meta(source), FolderWeights(source)
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)
@@ -336,4 +342,7 @@ def _result(
         "data": prepared.as_dict(),
         "memory": memory,
     }
-    return TrainResult(model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary)
+    return TrainResult(
+        model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary,
+        strategy.sampling_forward(),
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.verify.bounds import Worst, bounds
+from mgpu_pipe.verify.bounds import QUANTITIES, Worst, bounds
 from mgpu_pipe.verify.shrink import Shrunk
 
 CERTIFICATE = "certificate.json"
@@ -34,12 +34,17 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        return all(one.passed for one in self.worst)
+        return holds(self.worst)
 
     def write(self, folder: Path) -> Path:
         path = folder / CERTIFICATE
         path.write_text(json.dumps(self.values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         return path
+
+
+def holds(worst: Sequence[Worst]) -> bool:
+    """Whether every quantity was compared and is within its bound."""
+    return {one.quantity for one in worst} == set(QUANTITIES) and all(one.passed for one in worst)
 
 
 def certificate(
@@ -58,10 +63,10 @@ def certificate(
         comparisons: how many comparisons were made.
         environment: of :func:`mgpu_pipe.launch.environment.describe_environment`.
     """
-    plan = BatchPlan.resolve(small.config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(small.config.data, dims.data_parallel_size, dims.pp)
     precision = small.config.precision.name
     values: dict[str, object] = {
-        "passed": bool(worst) and all(one.passed for one in worst),
+        "passed": holds(worst),
         "config_hash": config_hash(config),
         "overrides": list(overrides),
         "versions": _versions(environment),
@@ -102,7 +107,15 @@ def show(found: Certificate, title: str) -> None:
 
 
 def failures(found: Certificate) -> list[str]:
-    """One line for each broken bound: what, where, and in which step."""
+    """One line for each broken bound: what, where, and in which step; and for each quantity that was not compared."""
+    compared = {one.quantity for one in found.worst}
+    return [
+        *(f"{name}: was not compared" for name in QUANTITIES if name not in compared),
+        *_broken(found),
+    ]
+
+
+def _broken(found: Certificate) -> list[str]:
     return [
         f"{one.quantity}, {one.where}, {f'step {one.step}' if one.step else 'before the first step'}: not that of one "
         f"process; error {one.error:.3g}, bound {one.bound:.3g}"

@@ -56,7 +56,7 @@ def compare(
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
     dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     steps = config.trainer.max_steps or 1
     strategy, objective = _configured(config, dims)
     vocabulary = int(objective.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]

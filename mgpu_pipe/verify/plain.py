@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.checkpoint.adapters import named_tensor_pieces, optimizer_pieces
+from mgpu_pipe.checkpoint.adapters import model_pieces, optimizer_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import IGNORE_INDEX
@@ -54,6 +54,8 @@ class PlainRun:
                 parameter.data = parameter.data.bfloat16()
         self._scale = LOSS_SCALE if precision == "fp16" else 1.0
         self.optimizer = optimizer_factory(config.optimizer)(model)
+        self._router_aux_loss = config.objective.router_aux_loss
+        self._top_k = int(getattr(self.model.config, "num_experts_per_tok", 0) or 0)
         self._compute_dtype = COMPUTE.get(precision)
         self._max_norm = config.trainer.gradient_clip_val
         self._schedule = build_schedule(config.scheduler, config.scheduler.total_steps or 1)
@@ -69,11 +71,15 @@ class PlainRun:
         self.optimizer.zero_grad(set_to_none=True)
         labels = [batch["labels"].flatten() for batch in batches]
         count = sum(int((label != IGNORE_INDEX).sum()) for label in labels)
+        samples = sum(batch["labels"].shape[0] for batch in batches)
         losses = []
         for batch, label in zip(batches, labels, strict=True):
-            logits = self._logits(batch).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, label, ignore_index=IGNORE_INDEX, reduction="sum") / count
-            (loss * self._scale).backward()
+            logits, routed = self._forward(batch)
+            loss = F.cross_entropy(
+                logits.flatten(0, 1).float(), label, ignore_index=IGNORE_INDEX, reduction="sum"
+            ) / count
+            balance = self._router_aux_loss * self._balance_losses(routed, batch["labels"]) / samples
+            ((loss + balance) * self._scale).backward()
             losses.append(float(loss.detach()))
         with torch.no_grad():
             gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
@@ -89,14 +95,32 @@ class PlainRun:
         return PlainStep(sum(losses), norm, gradients)
 
     def weights(self) -> list[Piece]:
-        return named_tensor_pieces(self.model.named_parameters())
+        return model_pieces(self.model)
 
     def optimizer_state(self) -> list[Piece]:
         return optimizer_pieces(self.model, self.optimizer)
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """The logits, and each router's logits of all tokens where they are wanted."""
         kwargs = forward_kwargs(self.model, batch)
+        if self._router_aux_loss:
+            kwargs["output_router_logits"] = True
         if self._compute_dtype is None:
-            return self.model(**kwargs).logits
-        cast = {name: p.to(self._compute_dtype) for name, p in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, cast, kwargs=kwargs).logits
+            found = self.model(**kwargs)
+        else:
+            cast = {name: p.to(self._compute_dtype) for name, p in self.model.named_parameters()}
+            found = torch.func.functional_call(self.model, cast, kwargs=kwargs)
+        return found.logits, found.router_logits if self._router_aux_loss else ()
+
+    def _balance_losses(self, routed: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        """The sum over the rows of their routers' mean balance loss, by its definition (objectives.router_loss)."""
+        total = torch.zeros(())
+        for router in routed:
+            experts = router.shape[-1]
+            for row, label in zip(router.view(*labels.shape, experts), labels, strict=True):
+                counted = row[label != IGNORE_INDEX].float()
+                if len(counted):
+                    probabilities = counted.softmax(-1)
+                    chosen = F.one_hot(probabilities.topk(self._top_k).indices, experts).sum(1).float()
+                    total = total + experts * (chosen.mean(0) * probabilities.mean(0)).sum() / len(routed)
+        return total

@@ -10,9 +10,11 @@ from typing import Any
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, StrategyConfig, SyntheticConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import is_noise, resolved_fields
+from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.verify.shrink_model import is_noise, shrink_model
+from mgpu_pipe.verify.shrink_model import shrink_model
 
 STEPS = 10
 MAX_LR = 3e-4
@@ -21,11 +23,13 @@ SEQ_LEN = 32
 BUCKET_MIB = 0.05
 """Several gradient buckets even for a small model."""
 SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "strategy", "precision", "trainer")
+TOLD = ("optimizer.lr", "strategy.offload")
 NOISE_REASON = "parity under random noise is statistical"
 REASONS = {
     "optimizer.lr": "the bounds hold for rates up to 3e-4",
     "data.source": "random packed documents with uneven label masks and padding",
     "objective.loss_chunk_tokens": "so that the loss is computed in several chunks",
+    "strategy.offload": "on CPU processes everything is in host memory already",
     "strategy.bucket_mib": "so that there are several gradient buckets",
     "model.attn_implementation": "there is no such kernel for CPUs",
     "model.path": "the small model starts from random weights",
@@ -42,7 +46,7 @@ class Shrunk:
 
     def told(self) -> list[str]:
         """The changes a user should hear of: those that take something away from what is verified."""
-        heard = {key: change for key, change in self.changes.items() if key == "optimizer.lr" or _is_noise(key)}
+        heard = {key: change for key, change in self.changes.items() if key in TOLD or _is_noise(key)}
         return [
             f"{key}={change['to']} here instead of {change['from']}: {change['why']}" for key, change in heard.items()
         ]
@@ -52,19 +56,24 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     """The small run of ``config`` on the topology ``dims``.
 
     Raises:
-        ConfigError: sizes of the configured batch that do not divide.
+        ConfigError: sizes of the configured batch that do not divide, or a precision that CPU processes do not have.
         ModelFolderError: ``model.path`` has no readable ``config.json``.
     """
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    if config.precision.name == "fp8":
+        reason = "verify computes on CPU processes, which have no float8"
+        raise ConfigError("precision.name", "fp8", "verify with precision=bf16", reason)
     steps = min(steps, config.trainer.max_steps or steps)
     unit = lcm(2 * dims.cp, dims.tp)  # a context-parallel rank may take two pieces of the sequence
     seq_len = -(-min(config.data.seq_len, SEQ_LEN) // unit) * unit
     micro = min(plan.micro_batch_size, 2 if dims.data_parallel_size > 1 else 4)
-    num_micro = max(2 if plan.num_micro_batches > 1 else 1, dims.pp)
+    # Every schedule takes twice as many micro-batches as there are ranks.
+    num_micro = 2 * dims.pp if dims.pp > 1 else 2 if plan.num_micro_batches > 1 else 1
+    stages = sum(map(len, stages_by_rank(config.strategy.pipeline.schedule, dims.pp))) if dims.pp > 1 else 1
     chunk = config.objective.loss_chunk_tokens
     small = replace(
         config,
-        model=shrink_model(config.model, dims, seq_len),
+        model=shrink_model(config.model, dims, seq_len, stages),
         data=replace(
             config.data, source="synthetic", paths=[], validation_paths=[], chat_template=None, tokenizer="auto",
             synthetic=SyntheticConfig(), seq_len=seq_len, micro_batch_size=micro,
@@ -90,9 +99,11 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
 
 
 def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyConfig:
+    if strategy.engine == "mesh":  # on the CPU everything is in host memory already
+        strategy = replace(strategy, offload="none")
     return replace(
         strategy, dp_replicate=dims.dp_replicate, dp_shard=dims.dp_shard, tp=dims.tp, pp=dims.pp, cp=dims.cp,
-        ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB),
+        ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB), pipeline=replace(strategy.pipeline, layers=[]),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.config_source import ConfigClass, config_class
-from mgpu_pipe.models.fields import config_fields, model_types, resolved_fields
+from mgpu_pipe.models.fields import config_fields, is_noise, model_types, resolved_fields
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.topology import ParallelDims
 
@@ -31,11 +31,12 @@ EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "mo
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int) -> ModelConfig:
+def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: int = 1) -> ModelConfig:
     """The small model, with random weights even where ``model`` is a folder's; dropout is off in it.
 
     Args:
         seq_len: tokens a sample of the small run.
+        stages: of the pipeline, each of which gets as many layers.
 
     Raises:
         ModelFolderError: ``model.path`` has no readable ``config.json``.
@@ -49,7 +50,7 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int) -> ModelC
     wanted: dict[str, Any] = {}
     for part in (
         _attention(fields, takes, dims), _feed_forward(fields, dims), _experts(fields, dims),
-        _layers(fields, dims), _vocabulary(fields, dims), _positions(fields, takes, seq_len), _dropouts(fields),
+        _layers(fields, stages), _vocabulary(fields, dims), _positions(fields, takes, seq_len), _dropouts(fields),
     ):  # fmt: skip
         wanted.update(part)
     wanted.update(_rope(fields, wanted))
@@ -126,7 +127,7 @@ def _experts(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     return found
 
 
-def _layers(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
+def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
     layers = int(fields.get("num_hidden_layers") or LAYERS)
     lists = {
         name: list(value) for name, value in fields.items()
@@ -134,7 +135,7 @@ def _layers(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     }  # fmt: skip
     kinds = max((len(set(value)) for value in lists.values()), default=1)
     sparse_step = fields.get("decoder_sparse_step") or 1
-    count = _multiple(dims.pp, min(layers, max(LAYERS, kinds, sparse_step)))
+    count = _multiple(stages, min(layers, max(LAYERS, kinds, sparse_step)))
     found: dict[str, Any] = {"num_hidden_layers": count}
     for name, value in lists.items():
         # Every kind of layer stays, in the order of first appearance.
@@ -177,11 +178,6 @@ def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict
 def _dropouts(fields: Mapping[str, Any]) -> dict[str, Any]:
     random = [name for name in fields if is_noise(name)]
     return {name: 0.0 for name in random if isinstance(fields[name], float) and fields[name] > 0}
-
-
-def is_noise(name: str) -> bool:
-    """Whether a field of a causal language model switches randomness on in its forward pass."""
-    return ("drop" in name or name == "router_jitter_noise") and not name.startswith(("summary_", "classifier_"))
 
 
 def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ def test_a_misspelt_key_is_refused_also_after_a_plus(prefix: str):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("strategy=dpp", "strategy=dpp: no such option; did you mean ddp?"),
-        ("+strategy=dpp", "did you mean ddp?"),
+        ("strategy=ddpp", "strategy=ddpp: no such option; did you mean ddp?"),
+        ("+strategy=ddpp", "did you mean ddp?"),
         ("experiment=quikstart", "did you mean quickstart?"),
         ("modle=llama_tiny", "modle=llama_tiny: no such key or group; did you mean model?"),
         ("model.cnfig.vocab_size=3", "did you mean model.config.vocab_size?"),

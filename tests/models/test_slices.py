@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
-from mgpu_pipe.models.parts import PartOf, local_tensor
+from mgpu_pipe.models.parts import PartOf, local_tensor, parts_held
 from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.fully_shard import apply_fully_shard
 from mgpu_pipe.topology import ParallelDims
@@ -26,7 +26,7 @@ def folder_of(name: str, root: Path) -> Path:
     return write_folder(model, root / name)
 
 
-def _filled(folders: list[str]) -> list[dict[str, tuple[PartOf, torch.Tensor]]]:
+def _filled(folders: list[str]) -> list[dict[str, list[tuple[PartOf, torch.Tensor]]]]:
     found = []
     for folder in folders:
         source = ModelConfig(path=folder)
@@ -34,7 +34,10 @@ def _filled(folders: list[str]) -> list[dict[str, tuple[PartOf, torch.Tensor]]]:
         apply_fully_shard(model, ParallelDims(dp_shard=dist.get_world_size()).device_mesh("cpu")["dp_shard"], "fp32")
         fill_from_folder(model, source, "cpu")
         assert not any(buffer.is_meta for buffer in model.buffers())
-        found.append({n: (PartOf.held(p), local_tensor(p).detach().clone()) for n, p in model.named_parameters()})
+        found.append({
+            name: [(part, block.of(local_tensor(p).detach()).clone()) for block, part in parts_held(p, None)]
+            for name, p in model.named_parameters()
+        })  # fmt: skip
     return found
 
 
@@ -47,10 +50,10 @@ def test_every_rank_reads_its_own_parts(tmp_path: Path) -> None:
             held = rank[number]
             assert held.keys() == {name for name, _ in whole.named_parameters()}
             for name, parameter in whole.named_parameters():
-                part, value = held[name]
-                ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
-                assert torch.equal(value, parameter.detach()[ranges]), name
-        sizes = [sum(value.numel() for _, value in rank[number].values()) for rank in by_rank]
+                for part, value in held[name]:
+                    ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
+                    assert torch.equal(value, parameter.detach()[ranges]), name
+        sizes = [sum(value.numel() for parts in rank[number].values() for _, value in parts) for rank in by_rank]
         assert sum(sizes) == sum(p.numel() for p in whole.parameters())
 
 

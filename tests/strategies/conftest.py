@@ -14,9 +14,13 @@ from mgpu_pipe.strategies.build_extension import FOLDER
 
 CELLS: dict[tuple[str, str, str], str] = {}
 """(strategy, model, feature) -> the worst error over its bound, or what went wrong."""
+AXES_CELLS: dict[tuple[str, str], str] = {}
+"""(topology, model) -> the same."""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if AXES_CELLS:
+        _axes_table(terminalreporter)
     if not CELLS:
         return
     strategies = list(dict.fromkeys(key[0] for key in CELLS))
@@ -27,6 +31,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for model, feature in rows:
         cells = "".join(f"{CELLS.get((name, model, feature), '-'):>12}" for name in strategies)
         terminalreporter.line(f"{f'{model}, {feature}':{wide}}{cells}")
+
+
+def _axes_table(terminalreporter: Any) -> None:
+    names, models = (list(dict.fromkeys(key[part] for key in AXES_CELLS)) for part in (0, 1))
+    wide = max(map(len, names))
+    terminalreporter.section("axes: parity with one process: worst error over its bound")
+    terminalreporter.line(f"{'':{wide}}" + "".join(f"{model:>12}" for model in models))
+    for name in names:
+        cells = "".join(f"{AXES_CELLS.get((name, model), '-'):>12}" for model in models)
+        terminalreporter.line(f"{name:{wide}}{cells}")
 
 
 @pytest.fixture(scope="session")

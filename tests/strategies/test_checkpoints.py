@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +35,35 @@ def case_of(model: str, steps: int) -> Case:
 
 
 def saved(model: str, dims: ParallelDims, folder: str) -> None:
+    save_case(case_of(model, BEFORE), dims, folder)
+
+
+def save_case(case: Case, dims: ParallelDims, folder: str) -> None:
     def keep(strategy: Any) -> None:
         pieces = strategy.model_pieces(), strategy.optimizer_pieces()
         config = Path(folder) / f"config-{dist.get_rank()}.yaml"
         config.write_text("seed: 5\n")
         save(Path(folder), BEFORE, *pieces, {"step": BEFORE}, config)
 
-    trained(case_of(model, BEFORE), dims, on_end=keep)
+    trained(case, dims, on_end=keep)
 
 
 def resumed(model: str, dims: ParallelDims, folder: str) -> Outcome:
+    return resume_case(case_of(model, AFTER), dims, folder)
+
+
+def resume_case(case: Case, dims: ParallelDims, folder: str) -> Outcome:
     def restore(strategy: Any) -> None:
         reader = CheckpointReader(Path(folder) / f"step-{BEFORE:08d}")
         restore_weights(reader, strategy)
         restore_optimizer(reader, strategy)
 
-    return trained(case_of(model, AFTER), dims, first_step=BEFORE, on_start=restore)
+    return trained(case, dims, first_step=BEFORE, on_start=restore)
 
 
 @functools.lru_cache(maxsize=None)
-def uninterrupted(model: str) -> dict[str, Any]:
-    return plain(case_of(model, BEFORE + AFTER))
+def uninterrupted(model: str, layers: int = 0) -> dict[str, Any]:
+    return plain(replace(case_of(model, BEFORE + AFTER), layers=layers))
 
 
 def check(results: list[Outcome], expected: dict[str, Any]) -> None:

@@ -16,12 +16,15 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.boxes import Piece, tiling_fault
 from mgpu_pipe.checkpoint.host import select
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.base import NonFiniteStep
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
+from mgpu_pipe.strategies.zero_build import partition_model
+from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_mesh import STEPS, Windows, adamw, oracle, relative, whole
@@ -92,13 +95,14 @@ def trained(
     offload: str = "none",
     offload_path: str | None = None,
     samples: int = 8,
+    raw: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     settings = generate(
         BatchPlan(samples, world, micro_batch_size), stage=stage, precision=precision, bucket_mib=0.01, offload=offload,
-        offload_path=offload_path,
+        offload_path=offload_path, raw=raw,
     )  # fmt: skip
     strategy = DeepSpeedStrategy(
         ParallelDims(dp_shard=world), CPU, settings, precision=precision, max_norm=max_norm, seed=5,
@@ -114,12 +118,12 @@ def trained(
     quiet_signals(trainer)
     try:
         trainer.fit(objective, Windows([window(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]))
-    except NonFiniteStep as error:
+    except (NonFiniteStep, ConfigError) as error:
         return {"error": str(error), "steps": len(watch.rows)}
     return {
         "rows": watch.rows, "gradients": watch.gradients, "initial": watch.initial,
         "weights": parts(strategy.model_pieces()), "state": parts(strategy.optimizer_pieces()),
-        "global_step": trainer.global_step, "head": objective._head is not None,
+        "memory": strategy.memory_parts(), "global_step": trainer.global_step, "head": objective._head is not None,
     }  # fmt: skip
 
 
@@ -165,6 +169,24 @@ def test_initial_weights_are_the_keyed_ones_bit_for_bit(stage: int) -> None:
         assert torch.equal(initial[name], parameter), name
 
 
+def parts_of_a_filled_model() -> dict[str, torch.Tensor]:
+    """What ZeRO-3 takes out of a model that was read from a folder: this rank's flat parts, and the buffers."""
+    prepare_deepspeed(CPU)
+    model = materialise(build_meta(MODELS["llama"]), 5, CPU)
+    settings = generate(BatchPlan(2, dist.get_world_size(), 1), stage=3)
+    assert partition_model(model, settings, None, CPU, torch.float32) == {}
+    parts = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {**parts, **{name: b.clone() for name, b in model.named_buffers()}}
+
+
+def test_a_model_that_is_filled_already_is_partitioned() -> None:
+    first, second = run_processes(2, parts_of_a_filled_model)
+    model = materialise(build_meta(MODELS["llama"]), 5, CPU)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(torch.cat([first[name], second[name]])[: parameter.numel()], parameter.flatten()), name
+    assert all(torch.equal(first[name], buffer) for name, buffer in model.named_buffers())
+
+
 def _on_three(model_name: str, stage: int) -> list[dict[str, Any]]:
     """Three ranks: few parameters divide."""
     return run_processes(3, trained, model_name, stage, 1, "fp32", 7, None, None, "none", None, 6)
@@ -184,6 +206,26 @@ def test_offload_to_host_memory_is_the_plain_loop(stage: int, world_size: int) -
 def test_a_nan_on_one_rank_stops_all_before_the_update(stage: int) -> None:
     for result in run_processes(2, trained, "llama", stage, 4, "fp32", 7, None, 3):
         assert result == {"error": "the loss at step 4", "steps": 3}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_is_the_closed_form(stage: int) -> None:
+    """Bytes of n parameters on two ranks: the weights, of which ZeRO-3 shards all; a half of masters and moments."""
+    n = sum(p.numel() for p in build_meta(MODELS["llama"]).parameters())
+    for result in run_processes(2, trained, "llama", stage, 4):
+        found = result["memory"]
+        assert found["weights"] == pytest.approx((4 * n / 2 if stage == 3 else 4 * n) + 4 * n / 2, rel=0.02)
+        assert found["optimizer"] == pytest.approx(8 * n / 2, rel=0.02)
+        assert 4 * n / 2 <= found["gradients"] * 1.02
+        assert found["activations"] > 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_raw_setting_that_deepspeed_refuses_is_named(stage: int) -> None:
+    raw = {"zero_optimization": {"overlap_comm": "maybe"}}
+    options = ("fp32", 7, None, None, "none", None, 8, raw)
+    (result,) = run_processes(1, trained, "llama", stage, 4, *options)
+    assert result["error"].startswith("strategy.deepspeed_config.zero_optimization.overlap_comm=maybe: DeepSpeed says")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -223,3 +265,20 @@ def test_offload_to_a_disk_is_the_plain_loop(
     arguments = (nvme_extension, trained, "wide", 3, micro_batch_size, *options)
     check("wide", run_processes(world_size, with_extensions_in, *arguments), 0.5)
     assert list(tmp_path.rglob("*.tensor.swp"))  # the state is large enough to have been there
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_keeps_what_the_closed_form_says(stage: int, precision: str) -> None:
+    """ZeRO's memory model (Rajbhandari et al. 2020), with fp32 gradients, and fp32 weights their own masters."""
+    world, number = 2, sum(p.numel() for p in build_meta(MODELS["llama"]).parameters())
+    part = number / world
+    compute, masters = (4, 0) if precision == "fp32" else (2, 4)
+    expected = {
+        "weights": compute * (part if stage == 3 else number) + masters * part,
+        "gradients": 4 * (number if stage == 1 else part),
+        "optimizer": 8 * part,
+    }
+    for result in run_processes(world, trained, "llama", stage, 2, precision):
+        for name, size in expected.items():
+            assert abs(result["memory"][name] / size - 1) < 0.02, name

@@ -20,6 +20,7 @@ from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.strategies.mesh_split import SplitOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
@@ -51,8 +52,8 @@ def strategy_of(engine: str, precision: str) -> EngineStrategy:
         materialise(model, 5, device)
 
     if engine == "ddp":
-        return MeshStrategy(ParallelDims(dp_replicate=world), CPU, bucket_mib=0.01, materialise=fill,
-                            precision=precision)  # fmt: skip
+        options = SplitOptions(precision=precision, bucket_mib=0.01)
+        return MeshStrategy(ParallelDims(dp_replicate=world), CPU, options, materialise=fill)
     stage, _, offload = engine.removeprefix("zero").partition("_")
     offload, _, path = offload.partition(":")
     settings = generate(

@@ -36,6 +36,10 @@ def settings(*overrides: str) -> dict[str, object]:
         ([f"{RAW}zero_optimization.stage=2"], "leave it out and set strategy.deepspeed.stage"),
         ([f"{RAW}zero_optimization.reduce_bucket_size=9"], "leave it out and set strategy.bucket_mib"),
         ([f"{RAW}zero_optimization.offload_param.device=cpu"], "leave it out and set strategy.offload"),
+        ([f"{RAW}zero_optimisation.overlap_comm=true"], "no such setting; did you mean zero_optimization?"),
+        ([f"{RAW}zero_optimization.stage3_prefetch_bucket=9"], "did you mean stage3_prefetch_bucket_size?"),
+        ([f"{RAW}zero_optimization.offload_param.bufer_count=9"], "did you mean buffer_count?"),
+        ([f"{RAW}checkpoint.tag_validation=Warn"], "not supported here"),
         ([f"{RAW}gradient_allreduce_op=sum"], "leave it out: the loss"),
         ([f"{RAW}zero_optimization.zero_quantized_gradients=true"], "not supported here"),
         (["strategy=zero2", f"{RAW}zero_optimization.stage3_max_live_parameters=9"], "ZeRO-2 does not have it"),
@@ -46,6 +50,9 @@ def settings(*overrides: str) -> dict[str, object]:
         (["strategy.offload=nvme", "strategy.offload_path=/proc"], "it cannot be written"),
         (["strategy.deepspeed.stage=4"], "strategy.deepspeed.stage=4"),
         (["strategy.tp=2"], "strategy.engine=deepspeed shards data only"),
+        (["precision=fp16"], "precision.name=fp16: the deepspeed engine has fp32 and bf16 only"),
+        (["strategy=zero1", "precision=bf16_true"], "the deepspeed engine has fp32 and bf16 only"),
+        (["model.compile=true"], "use false, or strategy=fsdp, zero1 or zero2"),
         (["strategy.dp_shard=3"], "strategy=zero3 makes a world of dp_shard=3 = 3"),
         (["optimizer._target_=torch.optim.Muon", "optimizer.options={}"], "this optimizer needs whole matrices"),
     ],
@@ -89,6 +96,22 @@ def test_the_keys_of_this_project_decide(stage: int) -> None:
     assert (zero["stage"], zero["reduce_bucket_size"]) == (stage, 262144)
     assert found["bf16"] == {"enabled": True, "check_grad_overflow": False}
     assert found["communication_data_type"] == "fp32" and found["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["strategy=fsdp", "strategy.fsdp.prefetch=2", f"{RAW}wall_clock_breakdown=true"],
+         ["strategy.deepspeed_config"]),
+        (["strategy=zero3", "strategy.fsdp.prefetch=2", "strategy.offload_path=."],
+         ["strategy.offload_path", "strategy.fsdp"]),
+        (["strategy=zero1", "strategy.engine=mesh"], ["strategy.deepspeed"]),
+        (["strategy=zero3_cpu", f"{RAW}wall_clock_breakdown=true"], []),
+    ],
+)  # fmt: skip
+def test_what_does_nothing_here_is_said(overrides: list[str], keys: list[str]) -> None:
+    config, _ = compose([*BASE, *overrides])
+    assert [notice.key for notice in preflight(config) if "does nothing here" in notice.text] == keys
 
 
 def test_check_shows_the_configuration() -> None:

@@ -21,7 +21,11 @@ STRATEGIES = {
     "ddp": ParallelDims(dp_replicate=4),
     "fsdp": ParallelDims(dp_shard=4),
     "hsdp": ParallelDims(dp_replicate=2, dp_shard=2),
+    "zero1": ParallelDims(dp_shard=4),
+    "zero2": ParallelDims(dp_shard=4),
+    "zero3": ParallelDims(dp_shard=4),
 }
+ZERO_STAGES: dict[str, Any] = {"zero1": 1, "zero2": 2, "zero3": 3}
 FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
 EMBEDDINGS = {"gpt2": "transformer.wte.weight"}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -46,10 +50,10 @@ def case_of(model: str, feature: str) -> Case:
     return case
 
 
-def _all_cases(dims: ParallelDims, keys: list[tuple[str, str]]) -> list[Any]:
+def _all_cases(strategy: str, dims: ParallelDims, keys: list[tuple[str, str]]) -> list[Any]:
     found: list[Any] = []
     for model, feature in keys:
-        case = case_of(model, feature)
+        case = replace(case_of(model, feature), zero_stage=ZERO_STAGES.get(strategy))
         if case.branches:  # the model looks at one sample at a time
             case = replace(case, micro_batches=case.samples // dims.data_parallel_size)
         elif case.precision == "bf16" and dims.world_size == 1:  # rounded as often as on four processes
@@ -66,7 +70,7 @@ def results(strategy: str) -> dict[tuple[str, str], list[Any]]:
     """Every case of a strategy, by rank, from one group of processes."""
     dims = STRATEGIES[strategy]
     keys = [(model, feature) for model in FAMILIES for feature in FEATURES]
-    by_rank = run_processes(dims.world_size, _all_cases, dims, keys, timeout_s=900.0)
+    by_rank = run_processes(dims.world_size, _all_cases, strategy, dims, keys, timeout_s=900.0)
     return {key: [rank[number] for rank in by_rank] for number, key in enumerate(keys)}
 
 

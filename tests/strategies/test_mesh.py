@@ -16,6 +16,7 @@ from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
+from mgpu_pipe.strategies.mesh_split import SplitOptions
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.support.processes import run_processes
@@ -67,7 +68,7 @@ def trained(
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy = MeshStrategy(
-        ParallelDims(dp_replicate=world), CPU, precision=precision, max_norm=max_norm, bucket_mib=0.01,
+        ParallelDims(dp_replicate=world), CPU, SplitOptions(precision=precision, bucket_mib=0.01), max_norm=max_norm,
         materialise=lambda model, device: materialise(model, 5, device),
     )
     objective = CausalLMObjective(build_meta(MODELS[model_name]), adamw, lambda step: 1.0, chunk)

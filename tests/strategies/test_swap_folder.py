@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HOLD = """
-import sys
+import os, sys
 from pathlib import Path
 from mgpu_pipe.strategies.swap_folder import claim
+if sys.argv[3]:
+    os.setuid(int(sys.argv[3]))
 folder = claim(Path(sys.argv[1]), sys.argv[2])
 (folder / "state").write_text("x")
 print("held", flush=True)
@@ -19,8 +23,8 @@ sys.stdin.readline()
 """
 
 
-def hold(root: Path, token: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(root), token], stdin=subprocess.PIPE,
+def hold(root: Path, token: str, user: int | str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(root), token, str(user)], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -52,4 +56,18 @@ def test_a_killed_runs_folder_is_removed_and_a_living_ones_is_not(tmp_path: Path
     assert folders(tmp_path) == ["mgpu-zero-living", "mgpu-zero-third"]
     leave(living)
     leave(third)
+    assert folders(tmp_path) == []
+
+
+def test_another_users_folder_on_the_same_disk_is_left_alone(tmp_path: Path) -> None:
+    if os.getuid():
+        pytest.skip("only root can be several users")
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    mine = hold(tmp_path, "mine")
+    (tmp_path / "mgpu-zero-mine").chmod(0o700)
+    other = hold(tmp_path, "other", user=65534)
+    leave(other)
+    leave(mine)
     assert folders(tmp_path) == []

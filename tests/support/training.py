@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -18,16 +18,25 @@ from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.plans import decoder_blocks
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.parallel.pipeline import PipelinePlan
+from mgpu_pipe.parallel.pipeline_balance import layer_costs
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
+from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.strategies.mesh_split import SplitOptions
+from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
 Batch = dict[str, torch.Tensor]
 SEED, LR = 5, 3e-4
+LAYERS = {"gpt2": "n_layer"}
+"""What a family calls the number of its layers, where it has a name of its own for it."""
 CPU = torch.device("cpu")
 
 
@@ -45,8 +54,14 @@ class Case:
     freeze: tuple[str, ...] = ()
     branches: bool = False
     steps: int = 5
+    layers: int = 0
+    """Of the model, where not its own."""
+    schedule: str = "1f1b"
+    """Of the pipeline, where there is one."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """DeepSpeed's engine instead of the mesh's."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the strategy."""
+    """Further options of how the model is split."""
 
 
 @dataclass
@@ -119,11 +134,16 @@ def branched(cls: type) -> type:
     return Branched
 
 
+def model_config(case: Case) -> ModelConfig:
+    source = replace(MODELS[case.model], freeze=[])
+    if not case.layers:
+        return source
+    return replace(source, config={**source.config, LAYERS.get(case.model, "num_hidden_layers"): case.layers})
+
+
 def built(case: Case) -> Any:
     """The case's model on the meta device."""
-    source = replace(MODELS[case.model], freeze=[]) if isinstance(case.model, str) else case.model
-    assert isinstance(source, ModelConfig)
-    model = build_meta(source)
+    model = build_meta(model_config(case))
     if case.branches:
         with torch.device("meta"):
             model = branched(type(model))(model.config).train()
@@ -183,6 +203,25 @@ class Watch(pl.Callback):
         self.gradients = copied(trainer.strategy.gradient_pieces())
 
 
+def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
+    """The mesh engine, or DeepSpeed's where the case names a ZeRO stage."""
+    common: dict[str, Any] = {"max_norm": case.max_norm, "materialise": filled}
+    how: dict[str, Any] = {
+        "precision": case.precision, "activation_checkpointing": case.checkpointing, **case.options
+    }  # fmt: skip
+    if dims.pp > 1:
+        costs = layer_costs(resolved_fields(model_config(case)), SEQ_LEN)
+        how["pipeline"] = PipelinePlan.make(case.schedule, dims.pp, costs)
+    if case.zero_stage is None:
+        return MeshStrategy(dims, CPU, SplitOptions(bucket_mib=0.01, **how), **common)
+    plan = BatchPlan(case.samples, dims.dp_shard, case.samples // dims.dp_shard // case.micro_batches)
+    # A branch that some ranks take: ZeRO-3 has to gather the whole block on all of them.
+    block = "h.0" if case.model == "gpt2" else "layers.0"
+    raw = {"zero_optimization": {"leaf_module": {"name_suffixes": [block]}}} if case.branches else None
+    settings = generate(plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, raw=raw)
+    return DeepSpeedStrategy(dims, CPU, settings, seed=SEED, **common, **how)
+
+
 def copied(pieces: list[Piece]) -> list[Piece]:
     return [Piece(piece.box, piece.global_shape, piece.tensor.clone()) for piece in pieces]
 
@@ -195,10 +234,7 @@ def trained(
     for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    strategy = MeshStrategy(
-        dims, CPU, precision=case.precision, max_norm=case.max_norm, bucket_mib=0.01,
-        materialise=filled, activation_checkpointing=case.checkpointing, **case.options,
-    )  # fmt: skip
+    strategy = strategy_of(case, dims)
     model = built(case)
     cls = BranchObjective if case.branches else CausalLMObjective
     objective = cls(model, adamw, lambda step: 1.0, 7)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_pipe.verify.bounds import Measurement, Worst, worst_of
+from mgpu_pipe.verify.bounds import QUANTITIES, Measurement, Worst, worst_of
+from mgpu_pipe.verify.certificate import Certificate, failures, holds
 
 
 def test_the_worst_is_the_one_nearest_to_or_farthest_beyond_its_bound() -> None:
@@ -45,3 +46,11 @@ def test_bf16_may_be_one_and_a_half_times_as_far_off_as_one_process() -> None:
     assert of(1.49 * single).passed
     assert not of(1.52 * single).passed
     assert of(1.49 * single).bound == pytest.approx(1.5 * single + 1e-5)
+
+
+def test_a_quantity_that_was_not_compared_is_no_pass() -> None:
+    worst = [Worst(quantity, 0.0, 1e-5, 1, "a") for quantity in QUANTITIES]
+    assert holds(worst)
+    assert not holds([])
+    assert not holds(worst[:-1])
+    assert failures(Certificate(worst[:-1], {})) == ["weights: was not compared"]

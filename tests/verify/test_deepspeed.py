@@ -43,6 +43,28 @@ def test_zero_is_the_plain_computation(model: str, preset: str) -> None:
     assert broken(first) == {}
 
 
+def counted(config: RunConfig) -> tuple[list[Worst], int]:
+    """The comparison, and how often a block's activation function was computed."""
+    calls: list[int] = []
+
+    def watch(strategy: EngineStrategy) -> None:
+        module = strategy.objective.model.get_submodule("model.layers.0.mlp.act_fn")
+        module.register_forward_hook(lambda *_: calls.append(1))
+
+    return worst_of(compare(config, on_start=watch)), len(calls)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize(("mode", "times"), [("none", 1), ("full", 2), ("selective", 2)])
+def test_blocks_are_checkpointed(preset: str, mode: str, times: int) -> None:
+    config = small_run(
+        "model=llama_tiny", f"strategy={preset}", "trainer.devices=2", f"strategy.activation_checkpointing={mode}"
+    )
+    worst, calls = run_processes(2, counted, config)[0]
+    assert broken(worst) == {}
+    assert calls == 3 * times * (config.data.global_batch_size // 2 // int(config.data.micro_batch_size))
+
+
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_cpu"])
 def test_a_wrong_gradient_of_one_rank_is_named(preset: str) -> None:
     config = small_run("model=llama_tiny", f"strategy={preset}", "trainer.devices=2")

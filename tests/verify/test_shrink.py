@@ -13,6 +13,7 @@ import torch
 
 from mgpu_pipe.config.compose import conf_dir
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -21,8 +22,6 @@ from mgpu_pipe.verify.shrink_model import shrink_model
 from tests.verify.support import composed
 
 SHIPPED = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem != "hf")
-HEADS_WITH_DROPOUT = ("gpt2", "gpt_neox")
-"""Their configurations have the dropout of a classification head, which a language model does not use."""
 FAMILIES = [
     "deepseek_v3", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "olmo2", "opt", "phi3", "qwen2_moe", "smollm3",
 ]  # fmt: skip
@@ -82,7 +81,7 @@ def test_a_model_folder_of_another_family_becomes_small(family: str, tmp_path: P
     model = build_meta(found)
     assert model.config.model_type == family
     assert sum(p.numel() for p in model.parameters()) < 300_000
-    assert not uses_dropout(model) or family in HEADS_WITH_DROPOUT
+    assert not uses_dropout(model)
     model.to_empty(device="cpu")
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
@@ -139,3 +138,13 @@ def test_shrinking_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_what_cpu_processes_do_not_have_is_refused_or_left_out() -> None:
+    config = composed("model=llama_tiny", "strategy=fsdp", "precision=fp8")
+    with pytest.raises(ConfigError, match="verify computes on CPU processes"):
+        small(config, dp_shard=2)
+    found = small(composed("model=llama_tiny", "strategy=fsdp", "strategy.offload=cpu"), dp_shard=2)
+    assert found.config.strategy.offload == "none"
+    assert any("strategy.offload=none here instead of cpu" in line for line in found.told())
+    assert small(composed("model=llama_tiny", "strategy=zero3_cpu"), dp_shard=2).config.strategy.offload == "cpu"

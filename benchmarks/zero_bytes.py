@@ -1,0 +1,80 @@
+"""Bytes that each process keeps, and sends in a step, over the closed forms of ZeRO.
+
+``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
+own ``train``. With P parameters, N processes, w bytes a weight of compute (4 in fp32, 2 in bf16), fp32 gradients and
+AdamW in fp32 (Rajbhandari et al. 2020, arXiv:1910.02054, with K = 12; in fp32 a weight is its own master, K = 8):
+
+- kept: ZeRO-1 (w + 4)P + KP/N, its whole gradients being summed up till the window's last pass; ZeRO-2
+  wP + (4 + K)P/N; ZeRO-3 (w + 4 + K)P/N. The most between passes; ``in update`` is while the optimizer runs, when
+  of the gradients only this process's part is left.
+- sent: ZeRO-1 gradients once a window and updated weights, (4 + w)P(N-1)/N; ZeRO-2 the same with gradients in every
+  micro-batch; ZeRO-3 weights twice and gradients once a micro-batch, (2w + 4)P(N-1)/N. Gradients are reduced in fp32.
+
+``python -m benchmarks.zero_bytes [sizes]``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from benchmarks.data_parallel_bytes import MICRO_BATCHES, measure
+from benchmarks.processes import run_group
+from benchmarks.support import finish
+
+CASES = [(f"zero{stage}", precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
+
+
+def measure_zero(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    from benchmarks.update_watch import UpdateWatch  # the module that the callback's name leads to
+
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames the collectives that DeepSpeed calls
+    found = []
+    for case in cases:
+        found += measure([case], "+callbacks.update._target_=benchmarks.update_watch.UpdateWatch")
+        found[-1]["in update"] = UpdateWatch.most
+    return found
+
+
+def closed_forms(stage: int, precision: str, world: int, parameters: int) -> tuple[float, float, float]:
+    """Bytes kept by a process between passes, and while the optimizer runs; and sent by it in a step."""
+    weight, masters = (4, 0) if precision == "fp32" else (2, 4)
+    shared = parameters / world
+    state = (masters + 8) * shared
+    weights = weight * (shared if stage == 3 else parameters)
+    gradients = 4 * (parameters if stage == 1 else shared)
+    others = parameters * (world - 1) / world
+    reductions = 1 if stage == 1 else MICRO_BATCHES
+    gathers = 2 * MICRO_BATCHES if stage == 3 else 1
+    # The window's last pass leaves ZeRO-1 its part of the gradients.
+    updating = weights + 4 * shared + state
+    return weights + gradients + state, updating, (4 * reductions + weight * gathers) * others
+
+
+def main() -> None:
+    sizes = [int(text) for text in sys.argv[1:]] or [2, 4, 8]
+    rows = []
+    for world in sizes:
+        by_rank = run_group(world, measure_zero, CASES)
+        for number, (strategy, precision) in enumerate(CASES):
+            ranks = [found[number] for found in by_rank]
+            kept, updating = (max(rank[name] for rank in ranks) for name in ("kept", "in update"))
+            sent = max(sum(rank["sent"].values()) for rank in ranks)
+            ideal = closed_forms(int(strategy[-1]), precision, world, ranks[0]["parameters"])
+            worst = max(ranks, key=lambda rank: sum(rank["sent"].values()))
+            calls = ", ".join(f"{count} x {name} ({worst['sent'][name] / 1e6:.3g} MB)"
+                              for name, count in worst["calls"].items())  # fmt: skip
+            rows.append([world, strategy, precision, kept / 1e6, kept / ideal[0], updating / ideal[1],
+                         sent / 1e6, sent / ideal[2], calls])  # fmt: skip
+    out = finish(
+        "zero_bytes", "ZeRO: bytes a process keeps and sends in a step, over the closed form",
+        ["processes", "strategy", "precision", "kept MB", "kept ratio", "in update ratio", "sent MB", "sent ratio",
+         "collectives"], rows,
+        f"llama_small, {MICRO_BATCHES} micro-batches a step; kept: weights, gradients, AdamW state; the worst process.",
+    )  # fmt: skip
+    print(f"written: {out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

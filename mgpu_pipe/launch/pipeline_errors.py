@@ -1,0 +1,111 @@
+"""What a pipeline cannot do, said before launch. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.stage_parts import STAGE_PARTS
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, micro_batches_fit, stages_by_rank
+
+SCHEDULE_KEY = "strategy.pipeline.schedule"
+LAYERS_KEY = "strategy.pipeline.layers"
+
+
+def pipeline_errors(
+    fields: Mapping[str, Any],
+    model_type: str,
+    pp: int,
+    schedule: str,
+    num_micro_batches: int,
+    compile_model: bool = False,
+    layers: Sequence[int] | None = None,
+    stages_per_rank: int | None = None,
+) -> list[ConfigError]:
+    """Everything about the pipeline that cannot work; nothing where ``pp`` is 1.
+
+    Args:
+        fields: of the model's configuration, with ``num_hidden_layers``.
+        num_micro_batches: of a step window.
+        compile_model: ``model.compile``.
+        layers: the number of layers of every stage, by hand; None balances them.
+        stages_per_rank: of the interleaved schedules; None takes the schedule's own.
+    """
+    if pp == 1:
+        return []
+    if schedule not in SCHEDULES:
+        close = nearest(schedule, set(SCHEDULES))
+        fix = f"did you mean {close}?" if close else f"use one of {', '.join(SCHEDULES)}"
+        return [ConfigError(SCHEDULE_KEY, schedule, fix, "no such schedule")]
+    errors: list[ConfigError] = []
+    if model_type not in STAGE_PARTS:
+        families = ", ".join(sorted(STAGE_PARTS))
+        errors.append(
+            ConfigError("strategy.pp", pp, f"use 1, or one of the families {families}",
+                        f"models of the {model_type} family cannot be cut into stages")
+        )  # fmt: skip
+    traits = SCHEDULES[schedule]
+    if compile_model and traits.splits_backward:
+        whole = [name for name, other in SCHEDULES.items() if not other.splits_backward]
+        errors.append(
+            ConfigError("model.compile", True, f"use false, or {SCHEDULE_KEY}={' or '.join(whole)}",
+                        f"{schedule} computes gradients of inputs and weights apart, which torch refuses to do with "
+                        "compiled modules")
+        )  # fmt: skip
+    errors += _stages_errors(schedule, pp, stages_per_rank)
+    if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
+        stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
+        errors += _layer_errors(fields["num_hidden_layers"], schedule, pp, stages, layers)
+    if not micro_batches_fit(schedule, pp, num_micro_batches):
+        fitting = fitting_micro_batches(schedule, pp, num_micro_batches)
+        errors.append(
+            ConfigError(SCHEDULE_KEY, schedule,
+                        f"make it {' or '.join(map(str, fitting))} by data.global_batch_size or data.micro_batch_size",
+                        f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step")
+        )  # fmt: skip
+    return errors
+
+
+def fitting_micro_batches(schedule: str, pp: int, wanted: int) -> list[int]:
+    """The nearest numbers of micro-batches below and above ``wanted`` that the schedule takes."""
+    below = next((n for n in range(wanted - 1, 0, -1) if micro_batches_fit(schedule, pp, n)), None)
+    above = next(n for n in range(wanted + 1, wanted + 4 * pp + 2) if micro_batches_fit(schedule, pp, n))
+    return [above] if below is None else [below, above]
+
+
+def _stages_errors(schedule: str, pp: int, stages_per_rank: int | None) -> list[ConfigError]:
+    traits = SCHEDULES[schedule]
+    if stages_per_rank is None or stages_per_rank == traits.stages_per_rank:
+        return []
+    if traits.more_stages and stages_per_rank > traits.stages_per_rank:
+        return []
+    least = f"at least {traits.stages_per_rank}" if traits.more_stages else str(traits.stages_per_rank)
+    return [ConfigError("strategy.pipeline.stages_per_rank", stages_per_rank, f"use {least}",
+                        f"{schedule} has {least} on a rank")]  # fmt: skip
+
+
+def _layer_errors(
+    num_layers: int, schedule: str, pp: int, stages: int, by_hand: Sequence[int] | None
+) -> list[ConfigError]:
+    each = stages // pp
+    if stages > num_layers:
+        smaller = f"strategy.pp={num_layers // each}" if num_layers // each > 1 else "strategy.pp=1"
+        fewer = f", or {SCHEDULE_KEY}=1f1b" if each > 1 and pp <= num_layers else ""
+        fix = f"use at most {smaller}{fewer}, or a model of at least {stages} layers"
+        return [ConfigError("strategy.pp", pp, fix,
+                            f"{schedule} cuts {num_layers} layers into {stages} stages")]  # fmt: skip
+    if by_hand is None:
+        return []
+    given = ",".join(map(str, by_hand))
+    if len(by_hand) != stages:
+        return [ConfigError(LAYERS_KEY, given, f"give {stages} numbers",
+                            f"{schedule} with pp={pp} has {stages} stages")]  # fmt: skip
+    if min(by_hand) < 1:
+        return [ConfigError(LAYERS_KEY, given, "give every stage at least 1 layer")]
+    if sum(by_hand) != num_layers:
+        even = [num_layers // stages + (index < num_layers % stages) for index in range(stages)]
+        return [ConfigError(LAYERS_KEY, given, f"make the sum {num_layers}, e.g. {','.join(map(str, even))}",
+                            f"the sum is {sum(by_hand)}, the model has {num_layers} layers")]  # fmt: skip
+    return []

@@ -1,0 +1,71 @@
+"""A pipeline schedule as a picture in text, its bubble, and what each stage holds, for ``check``. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mgpu_pipe.parallel.pipeline_balance import StageContent
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank, streams
+from mgpu_pipe.parallel.pipeline_timing import EQUAL, Timed, bubble_of, most_in_flight, timeline
+
+WIDTH = 100
+IDLE = "."
+LEGEND = {
+    "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
+}  # fmt: skip
+
+
+def pipeline_picture(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, width: int = WIDTH
+) -> list[str]:
+    """Lines of at most ``width`` columns: a row a rank, a cell a unit of time, then what the letters mean.
+
+    A forward pass and each half of a backward pass take one unit. Cells are ``F0 B0 ...`` with the micro-batch's
+    number where that fits, letters alone where not; letters of a rank's second, fourth, ... stage are small. Of what is
+    wider still, the middle is left out.
+    """
+    by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
+    held = stages_by_rank(schedule, ranks, stages_per_rank)
+    timed = timeline(by_rank)
+    span = int(max(entry.end for row in timed for entry in row))
+    head = len(f"rank {ranks - 1}  ")
+    cell = len(f"F{micro_batches - 1} ")
+    numbered = head + span * cell <= width
+    rows = [_cells(row, span, held[rank], numbered, cell) for rank, row in enumerate(timed)]
+    room = width - head
+    if not numbered and span > room:
+        side = (room - 5) // 2
+        rows = [f"{row[:side]} ... {row[-side:]}" for row in rows]
+    lines = [f"{f'rank {rank}':<{head}}{row}".rstrip() for rank, row in enumerate(rows)]
+    kinds = sorted({action.kind for stream in by_rank for action in stream}, key="FBIW".index)
+    legend = ", ".join(f"{kind} {LEGEND[kind]}" for kind in kinds)
+    small = "; small letters: second stage" if len(held[0]) > 1 else ""
+    return [*lines, f"{legend}, {IDLE} idle{small}"]
+
+
+def _cells(row: Sequence[Timed], span: int, stages: Sequence[int], numbered: bool, width: int) -> str:
+    cells = [IDLE] * span
+    for (kind, stage, micro_batch), start, end in ((entry.action, entry.start, entry.end) for entry in row):
+        letter = kind.lower() if stages.index(stage) % 2 else kind
+        for at in range(int(start), int(end)):
+            cells[at] = f"{letter}{micro_batch}" if numbered else letter
+    return "".join(f"{text:<{width}}" for text in cells) if numbered else "".join(cells)
+
+
+def schedule_lines(
+    schedule: str, ranks: int, micro_batches: int, contents: Sequence[StageContent],
+    stages_per_rank: int | None = None, durations: Mapping[str, float] = EQUAL,
+) -> list[str]:
+    """The picture, the bubble, the micro-batches in flight, and a line for every stage."""
+    by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
+    bubble = bubble_of(timeline(by_rank, durations))
+    each = len(stages_by_rank(schedule, ranks, stages_per_rank)[0])
+    most = max(map(most_in_flight, by_rank))
+    held = f"{most} micro-batches" if each == 1 else f"{most} passes of a stage"
+    split = ", gradients of inputs and weights apart" if SCHEDULES[schedule].splits_backward else ""
+    return [
+        f"{schedule}, {ranks} ranks of {each} stage{'s' if each > 1 else ''}, {micro_batches} micro-batches{split}",
+        *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank),
+        f"bubble {bubble:.1%} of the step, were all stages equally fast; at most {held} in flight on a rank",
+        *(content.describe() for content in contents),
+    ]

@@ -1,0 +1,232 @@
+"""Context parallelism: ranks share the tokens of every sequence, and attention runs over all of them.
+
+Weights are whole on every rank and their gradients are to be summed over the ranks; everything but attention sees a
+rank's own tokens alone. Attention is registered with transformers under two names, so it reaches every model that asks
+for its attention function by name::
+
+    apply_context_parallel(model, group, "ring")
+    with context_of(model, micro_batch) as part:   # part: this rank's tokens
+        loss = ...(model, part)
+    loss.backward()
+
+A forward pass outside of :func:`context_of` is that of the plain model over whole sequences, for generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
+from mgpu_pipe.parallel.context_ring import ring_attention
+from mgpu_pipe.parallel.context_split import Method, document_numbers, padded_length, split_micro_batch
+from mgpu_pipe.parallel.context_ulysses import ulysses_attention
+
+NAMES: Mapping[Method, str] = {"ring": "mgpu_ring", "ulysses": "mgpu_ulysses"}
+"""Under which transformers knows the attention functions."""
+DOCUMENTS = "documents"
+"""The entry of a part of a micro-batch that holds the document numbers of its whole sequences."""
+AXIS = "mgpu_context_axis"
+"""The attribute of a model's root module that holds its :class:`ContextAxis`."""
+UNSUPPORTED = ("softcap", "position_bias", "s_aux", "head_mask")
+"""What some models hand their attention function and these two do not compute."""
+
+
+@dataclass(frozen=True)
+class ContextAxis:
+    """The ranks that share sequences, and how."""
+
+    group: dist.ProcessGroup
+    method: Method
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+
+@dataclass(eq=False)
+class SequenceContext:
+    """What attention has to know about the sequences of one micro-batch, beyond this rank's tokens."""
+
+    axis: ContextAxis
+    documents: torch.Tensor
+    """See :func:`~mgpu_pipe.parallel.context_split.document_numbers`."""
+
+    @classmethod
+    def of(cls, micro_batch: Mapping[str, torch.Tensor], axis: ContextAxis) -> SequenceContext:
+        """Of a whole micro-batch."""
+        positions = micro_batch["position_ids"]
+        return cls(axis, document_numbers(positions, padded_length(positions.shape[1], axis.size, axis.method)))
+
+    @property
+    def tokens(self) -> int:
+        """Of a row on this rank."""
+        return self.documents.shape[1] // self.axis.size
+
+    @cached_property
+    def by_hop(self) -> tuple[Blocks, ...]:
+        return ring_blocks(self.documents, self.axis.size, self.axis.rank)
+
+    @cached_property
+    def whole(self) -> Blocks:
+        return whole_blocks(self.documents)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Causal attention inside documents of this rank's queries, (rows, heads, tokens, size); a collective call."""
+        if query.shape[0] != self.documents.shape[0] or query.shape[2] != self.tokens:
+            raise RuntimeError(
+                f"attention got {query.shape[0]} x {query.shape[2]} tokens where this rank's part of the micro-batch "
+                f"has {self.documents.shape[0]} x {self.tokens}: hand the model what context_of gives"
+            )
+        if self.axis.method == "ring":
+            return ring_attention(query, key, value, self.axis.group, self.by_hop, scale)
+        return ulysses_attention(query, key, value, self.axis.group, self.whole, scale)
+
+
+_active: SequenceContext | None = None
+"""A process runs one forward pass at a time. Not a thread's own, for on CUDA the backward pass, which may compute a
+block again, runs on another thread."""
+
+
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Method) -> None:
+    """Let the attention of ``model`` run over the ranks of ``group``, in place. Parameters stay as they are.
+
+    Args:
+        model: one of transformers, also on the meta device and with its heads cut by tensor parallelism.
+        group: the ranks that share sequences.
+        method: ``ring`` or ``ulysses``.
+
+    Raises:
+        ValueError: the model does not look up its attention function.
+    """
+    if not type(model)._can_set_attn_implementation():  # type: ignore[attr-defined]
+        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
+    _register()
+    cast(Any, model).config._attn_implementation = NAMES[method]
+    model.__dict__[AXIS] = ContextAxis(group, method)
+
+
+def context_axis(model: nn.Module) -> ContextAxis | None:
+    """Of a model that :func:`apply_context_parallel` changed."""
+    return model.__dict__.get(AXIS)
+
+
+@contextmanager
+def context_of(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Around the forward pass over one whole micro-batch, which every rank of the axis has; gives this rank's part.
+
+    The backward pass may run outside: it knows its micro-batch, also where checkpointed blocks are computed again.
+    """
+    axis = context_axis(model)
+    if axis is None:
+        yield dict(micro_batch)
+        return
+    with _within(SequenceContext.of(micro_batch, axis)):
+        yield split_micro_batch(micro_batch, axis.size, axis.rank, axis.method)
+
+
+def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's part of a whole micro-batch, and its sequences' documents beside it, for :func:`in_sequences`."""
+    axis = context_axis(model)
+    if axis is None:
+        return dict(micro_batch)
+    documents = SequenceContext.of(micro_batch, axis).documents
+    return {**split_micro_batch(micro_batch, axis.size, axis.rank, axis.method), DOCUMENTS: documents}
+
+
+@contextmanager
+def in_sequences(model: nn.Module, part: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Around a forward pass over a part that :func:`with_documents` gave; over other tokens it is the plain model's."""
+    axis = context_axis(model)
+    if axis is None or DOCUMENTS not in part:
+        yield
+        return
+    with _within(SequenceContext(axis, part[DOCUMENTS])):
+        yield
+
+
+@contextmanager
+def _within(context: SequenceContext | None) -> Iterator[None]:
+    global _active
+    before, _active = _active, context
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as it runs in the context of now, whenever it is called."""
+    context = _active
+    if context is None:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _within(context):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' form of an attention function; (rows, tokens, heads, head size) out."""
+    context = _active
+    if context is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    wanted = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    wanted += ["dropout"] if dropout else []
+    wanted += ["a mask beyond causal attention inside documents"] if attention_mask is not None else []
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        wanted.append("attention that is not causal")
+    if sliding_window is not None and sliding_window < context.documents.shape[1]:
+        wanted.append(f"sliding_window={sliding_window}")
+    if wanted:
+        raise NotImplementedError(f"{type(module).__name__}: context parallelism does not know {', '.join(wanted)}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _attend(context, query, key, value, scale).transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable
+def _attend(
+    context: SequenceContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    return context.attend(query, key, value, scale)
+
+
+def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """transformers' form of a mask function: none in a context, that of sdpa without one."""
+    from transformers.masking_utils import sdpa_mask
+
+    if _active is None:
+        return sdpa_mask(*args, **kwargs)
+    local_size = kwargs.get("local_size")
+    windowed = local_size is not None and local_size < _active.documents.shape[1]
+    # Models make masks that no layer takes; the layer that takes this one refuses it.
+    return torch.empty(0) if windowed or kwargs.get("use_vmap") else None
+
+
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in NAMES.values():
+        AttentionInterface.register(name, _attention)
+        AttentionMaskInterface.register(name, _mask)

@@ -1,0 +1,148 @@
+"""Expert parallelism: every rank keeps some of a layer's experts, and tokens travel to theirs by all-to-all.
+
+For families of transformers whose ``ep_plan`` names a module that holds all experts of a layer as packed parameters,
+(experts, ..., ...). The local experts are computed by the module's own forward pass, so a family's gate, biases and
+clamps stay its own; routing weights are applied by the rank of the token, which sums its ``top_k`` results in the
+order in which one process does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgpu_pipe.models.layout import Layout, add_layouts
+from mgpu_pipe.parallel.expert_exchange import (
+    Exchange,
+    from_experts,
+    gathered_slices,
+    own_slice,
+    slice_range,
+    to_experts,
+)
+
+DISPATCHED = "ep_dispatch_experts"
+"""transformers' name, in an ``ep_plan``, of a module of packed experts whose tokens are dispatched."""
+
+COMPUTED = "mgpu_computed_rows"
+"""The attribute of a cut experts module that counts what it computed."""
+
+
+def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of packed experts of ``model`` by their names, in the order of the layers; none if it is dense."""
+    plan = getattr(model, "ep_plan", None)
+    named = [name for name, style in plan.items() if style == DISPATCHED] if isinstance(plan, Mapping) else []
+    patterns = [re.compile(re.escape(name).replace(r"\*", r"\d+")) for name in named]
+    return {name: m for name, m in model.named_modules() if any(pattern.fullmatch(name) for pattern in patterns)}
+
+
+def apply_expert_parallel(
+    model: nn.Module, group: dist.ProcessGroup, *, tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> dict[str, nn.Module]:  # fmt: skip
+    """Cut the experts of every layer of ``model`` over ``group``, in place; the experts modules by name.
+
+    Rank ``r`` of ``n`` keeps experts ``[r*E/n, (r+1)*E/n)``; each cut parameter gets its :class:`Layout`. The model may
+    be on the meta device. What a rank's parameters get as gradient is the sum over the tokens of the whole group, so it
+    is to be summed over the ranks that hold the same experts only (see ``expert_groups``).
+
+    Args:
+        group: the expert-parallel ranks. Each sends its own tokens, or its slice of those that its tensor-parallel
+            group holds alike.
+        tp_group: the tensor-parallel ranks, where there are several; all of them are in ``group``.
+        sequence_parallel: the tensor-parallel ranks hold different tokens where the experts are. Then nothing is
+            sliced, and a router's gradient is to be summed over ``tp_group``; otherwise every rank has all of it.
+
+    Raises:
+        ValueError: the model has no packed experts, or their number is no multiple of the group's size.
+    """
+    found = experts_modules(model)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
+    sliced = tp_group if tp_group is not None and tp_group.size() > 1 and not sequence_parallel else None
+    layouts: dict[str, Layout] = {}
+    for name, module in found.items():
+        layouts.update(_cut_experts(name, module, group))
+        module.forward = _dispatching(module, group, sliced)  # type: ignore[method-assign]
+    add_layouts(model, layouts)
+    return found
+
+
+def _cut_experts(name: str, module: nn.Module, group: dist.ProcessGroup) -> dict[str, Layout]:
+    """Replace the module's parameters by this rank's experts."""
+    num_experts, size = number_of_experts(module), group.size()
+    if num_experts % size:
+        raise ValueError(f"{name} has {num_experts} experts, which {size} ranks do not divide")
+    each = num_experts // size
+    start, stop = group.rank() * each, (group.rank() + 1) * each
+    layouts = {}
+    for attribute, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        if parameter.shape[:1] != (num_experts,):
+            raise ValueError(f"{name}.{attribute} of shape {tuple(parameter.shape)} is not packed by expert")
+        local = nn.Parameter(parameter.detach()[start:stop].clone(), requires_grad=parameter.requires_grad)
+        setattr(module, attribute, local)
+        whole = f"{name}.{attribute}"
+        layouts[whole] = Layout(whole, tuple(parameter.shape), 0, ((start, stop),))
+    if len(layouts) != len(list(module.parameters())):
+        raise ValueError(f"{name} has parameters in modules of its own, which its experts share")
+    module.num_experts = each  # type: ignore[assignment]
+    return layouts
+
+
+def number_of_experts(module: nn.Module) -> int:
+    """How many experts an (uncut) module packs."""
+    return int(next(module.parameters()).shape[0])
+
+
+def is_first_forward() -> bool:
+    """Whether this is a training forward pass, and not its recomputation within a backward pass."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def computed_rows(module: nn.Module) -> int | None:
+    """The slots that a cut experts module computed in training so far; None where its experts are whole."""
+    return module.__dict__.get(COMPUTED)
+
+
+def _dispatching(
+    module: nn.Module, group: dist.ProcessGroup, sliced: dist.ProcessGroup | None
+) -> Callable[..., torch.Tensor]:
+    """The forward pass of a module whose experts were cut, from its own for the local experts."""
+    local_forward = module.forward
+    num_experts = number_of_experts(module) * group.size()
+    module.__dict__[COMPUTED] = 0
+
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Shapes (tokens, width), (tokens, top_k), (tokens, top_k); returns (tokens, width)."""
+        rows = hidden_states.shape[0]
+        if sliced is not None:
+            start, stop = slice_range(rows, sliced)
+            hidden_states, top_k_index = own_slice(hidden_states, sliced), top_k_index[start:stop]
+            top_k_weights = own_slice(top_k_weights, sliced)
+        exchange = Exchange.of(top_k_index, num_experts, group)
+        if is_first_forward():
+            module.__dict__[COMPUTED] += sum(exchange.received)
+        outputs = _run_local(local_forward, to_experts(hidden_states, exchange), exchange.experts)
+        slots = from_experts(outputs, exchange).view(*top_k_index.shape, hidden_states.shape[1])
+        combined = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        return gathered_slices(combined, rows, sliced) if sliced is not None else combined
+
+    # Splits are known when it runs only, so there is nothing to trace.
+    return torch.compiler.disable(forward)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _run_local(forward: Callable[..., Any], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Each row, (rows, width), through its expert, unweighted."""
+    if rows.shape[0] == 0:
+        # One row that counts nothing: without it the backward pass would end here, and the other ranks would wait.
+        rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
+        return _run_local(forward, rows, experts)[:0]
+    outputs: torch.Tensor = forward(rows, experts.unsqueeze(1), rows.new_ones(rows.shape[0], 1))
+    return outputs

@@ -1,0 +1,64 @@
+"""Who shares experts with whom: expert parallelism re-cuts ``dp_shard * tp`` (DESIGN 3).
+
+An expert-parallel group is ``ep / tp`` consecutive data-parallel ranks with all of their tensor-parallel ranks, so it
+lies as close together as the mesh order allows. Ranks of different context-parallel position are in different groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.topology import ParallelDims
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "cp", "ep")
+"""The world as the experts see it; ``expert_shard`` is ``dp_shard * tp / ep``."""
+
+
+def expert_groups(dims: ParallelDims, rank: int) -> tuple[list[int], list[int]]:
+    """The ranks of ``rank``'s expert-parallel group, and its expert-data group, each in their order.
+
+    A rank's position in the first says which experts it holds. The second are the ranks of its pipeline stage that
+    hold the same experts: their gradients are to be summed, by FSDP2 or an all-reduce.
+
+    Raises:
+        ValueError: ``dims.ep`` is no multiple of ``dims.tp`` that divides ``dp_shard * tp``.
+    """
+    own = _coordinates(dims, rank)
+    everywhere = {other: _coordinates(dims, other) for other in range(dims.world_size)}
+    same = [other for other, at in everywhere.items() if at[:4] == own[:4]]
+    holders = [other for other, at in everywhere.items() if (at[0], at[4]) == (own[0], own[4])]
+    return sorted(same, key=lambda other: everywhere[other][4]), holders
+
+
+def expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
+    """The torch mesh over :data:`EXPERT_AXES`. A collective call: every rank makes it, in the same order.
+
+    Its axis ``ep`` is the expert-parallel group; ``dp_replicate``, ``expert_shard`` and ``cp`` together are the
+    expert-data group.
+    """
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    inside = _data_ranks(dims)
+    outside = dims.dp_shard // inside
+    ranks = torch.arange(dims.world_size).view(dims.pp, dims.dp_replicate, outside, inside, dims.cp, dims.tp)
+    ranks = ranks.permute(0, 1, 2, 4, 3, 5).reshape(dims.pp, dims.dp_replicate, outside, dims.cp, dims.ep)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=EXPERT_AXES)
+
+
+def _data_ranks(dims: ParallelDims) -> int:
+    """How many data-parallel ranks an expert-parallel group spans."""
+    if dims.ep % dims.tp or dims.dp_shard % (dims.ep // dims.tp):
+        raise ValueError(f"ep={dims.ep} does not re-cut dp_shard={dims.dp_shard} times tp={dims.tp}")
+    return dims.ep // dims.tp
+
+
+def _coordinates(dims: ParallelDims, rank: int) -> tuple[int, int, int, int, int]:
+    """The position of ``rank`` on each of :data:`EXPERT_AXES`."""
+    at = dims.coordinates(rank)
+    inside = _data_ranks(dims)
+    position = at["dp_shard"] % inside * dims.tp + at["tp"]
+    return at["pp"], at["dp_replicate"], at["dp_shard"] // inside, at["cp"], position

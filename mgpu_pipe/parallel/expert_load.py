@@ -1,0 +1,103 @@
+"""How evenly a step's tokens were spread over the experts, counted on the device and read when it is logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgpu_pipe.models.layout import layouts_of, unsharded_shape
+from mgpu_pipe.parallel.expert import computed_rows, experts_modules, is_first_forward
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of the training steps since the last one was taken.
+
+    Attributes:
+        slots: by layer, the slots (a token counts once for each of its ``top_k`` experts) routed to each expert.
+        dropped: slots that no expert computed. There is no capacity limit, so it is 0.
+    """
+
+    slots: list[list[int]]
+    dropped: int
+
+    @property
+    def max_over_mean(self) -> float:
+        """The busiest expert's slots over the mean of its layer, in the least even layer; 1 is even, 0 is no token."""
+        return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in self.slots), default=0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """As they are logged."""
+        return {"experts/load_max_over_mean": self.max_over_mean, "experts/dropped_tokens": float(self.dropped)}
+
+
+class ExpertLoad:
+    """Counts what the routers of ``model`` send to each expert in training, recomputation not twice.
+
+    Works whether or not the experts are cut, and before or after they are.
+
+    Raises:
+        ValueError: the model has no experts that are known to :func:`experts_modules`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found, layouts = experts_modules(model), layouts_of(model)
+        if not found:
+            raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
+        self._modules = list(found.values())
+        self._counts: list[torch.Tensor | None] = [None] * len(found)
+        self._lengths: list[int] = []
+        self._computed = [computed_rows(module) or 0 for module in self._modules]
+        for number, (name, module) in enumerate(found.items()):
+            attribute, parameter = next(module.named_parameters())
+            self._lengths.append(unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0])
+            module.register_forward_pre_hook(self._counting(number))
+
+    def take(self, group: dist.ProcessGroup | None = None, copies: int = 1) -> Load:
+        """The load over all ranks of ``group``, and begin anew. A collective call; waits for the device.
+
+        Args:
+            group: all ranks of a pipeline stage; None is this process alone.
+            copies: how many of them hold each token where it is routed: ``tp`` without sequence parallelism.
+        """
+        device = next((counts.device for counts in self._counts if counts is not None), torch.device("cpu"))
+        rows = [
+            torch.zeros(length, dtype=torch.int64, device=device) if counts is None else counts
+            for length, counts in zip(self._lengths, self._counts, strict=True)
+        ]
+        routed = sum((row.sum() for row in rows), start=torch.zeros((), dtype=torch.int64, device=device))
+        packed = torch.cat([*rows, self._newly_computed(routed, copies).reshape(1)])
+        if group is not None and group.size() > 1:
+            dist.all_reduce(packed, group=group)
+        *layers, last = (part.tolist() for part in packed.split([*self._lengths, 1]))
+        for counts in self._counts:
+            if counts is not None:
+                counts.zero_()
+        slots = [[count // copies for count in layer] for layer in layers]
+        return Load(slots, sum(map(sum, slots)) - last[0] // copies)
+
+    def _newly_computed(self, routed: torch.Tensor, copies: int) -> torch.Tensor:
+        """Slots that this rank's experts computed, times ``copies``; of experts that are whole all that were routed."""
+        totals = [computed_rows(module) for module in self._modules]
+        if any(total is None for total in totals):
+            return routed
+        new = sum(total - before for total, before in zip(totals, self._computed, strict=True) if total is not None)
+        self._computed = [total or 0 for total in totals]
+        return torch.full_like(routed, new * copies)
+
+    def _counting(self, number: int):  # type: ignore[no-untyped-def]
+        @torch.compiler.disable
+        def count(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if not is_first_forward():
+                return
+            chosen = inputs[1].reshape(-1)
+            counts = self._counts[number]
+            if counts is None:
+                counts = torch.zeros(self._lengths[number], dtype=torch.int64, device=chosen.device)
+                self._counts[number] = counts
+            counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+        return count

@@ -1,0 +1,237 @@
+"""Pipeline parallelism: step windows, evaluation and sampling over the stages of a cut model.
+
+Training runs torch's schedules (:mod:`parallel.pipeline_schedule`), whose micro-batches are those of the step window.
+Forward passes alone go slot by slot (:func:`parallel.pipeline_timing.forward_slots`): ranks work on different
+micro-batches, and what a slot made is handed over before the next one, all messages of a slot in one batch, so no
+order of stages can wait for itself. Such micro-batches may be ragged, and of any number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
+from mgpu_pipe.parallel.pipeline_cut import StageView, cut_stages
+from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
+from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
+from mgpu_pipe.parallel.pipeline_timing import forward_slots
+
+MicroBatch = Mapping[str, torch.Tensor]
+LossOf = Callable[[MicroBatch], torch.Tensor]
+InStage = Callable[[MicroBatch, bool, float, Callable[[], torch.Tensor]], torch.Tensor]
+"""Runs a stage's forward pass: the micro-batch, whether the stage is the last, the loss scale, and the pass itself."""
+BoundaryShape = Callable[[MicroBatch], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Which stages are where, equal on every rank.
+
+    Attributes:
+        schedule: one of :data:`pipeline_streams.SCHEDULES`.
+        layers: of every stage.
+        stages_of_ranks: the stages of every pipeline rank.
+    """
+
+    schedule: str
+    layers: tuple[range, ...]
+    stages_of_ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def make(
+        cls, schedule: str, ranks: int, costs: LayerCosts, by_hand: Sequence[int] | None = None,
+        stages_per_rank: int | None = None,
+    ) -> PipelinePlan:
+        """Cut by cost, or by hand (the number of layers of every stage, in the order of the stages)."""
+        held = stages_by_rank(schedule, ranks, stages_per_rank)
+        return cls(schedule, stage_layers(costs, sum(map(len, held)), by_hand), held)
+
+    @property
+    def ranks_of_stages(self) -> tuple[int, ...]:
+        found = {stage: rank for rank, stages in enumerate(self.stages_of_ranks) for stage in stages}
+        return tuple(found[stage] for stage in range(len(self.layers)))
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that holds the last stage, where losses and logits are."""
+        return self.ranks_of_stages[-1]
+
+    def cut(self, model: nn.Module, rank: int) -> list[StageView]:
+        """Delete from a meta ``model`` what ``rank`` does not hold; its stages."""
+        return cut_stages(model, self.layers, self.stages_of_ranks, rank)
+
+
+class Pipeline:
+    """Runs the stages of this rank with those of the others of ``group``; every call is one of the whole group.
+
+    Args:
+        plan: where the stages are.
+        views: this rank's stages, from :meth:`PipelinePlan.cut`, once the model is filled (and sharded).
+        group: this rank's pipeline.
+        device: of activations.
+        loss_of: a micro-batch's sum of losses from the whole model's forward pass, a float64 scalar
+            (:meth:`Objective.micro_batch_loss`); called on the last stage alone.
+        dtype: of hidden states between stages: what the model computes in.
+        in_stage: runs each forward pass of a stage, for what has to be around it.
+        after_weights: called when gradients of weights were computed apart from those of inputs.
+        boundary_shape: of those hidden states for a micro-batch; (rows, seq_len, hidden_size) if not given.
+    """
+
+    def __init__(
+        self, plan: PipelinePlan, views: Sequence[StageView], group: dist.ProcessGroup, device: torch.device,
+        loss_of: LossOf, dtype: torch.dtype = torch.float32, boundary_shape: BoundaryShape | None = None,
+        in_stage: InStage = lambda batch, last, scale, compute: compute(),
+        after_weights: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
+        self.stages: list[ScheduledStage] = []
+        """Those of the last step window."""
+        self._device, self._loss_of, self._dtype = device, loss_of, dtype
+        self._model = views[0].model
+        self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self._in_stage, self._after_weights = in_stage, after_weights
+        self._boundary_shape = boundary_shape or self._plain_boundary
+        self._seed = self._loss_scale = 1.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._schedules: dict[tuple[object, ...], tuple[object, list[ScheduledStage]]] = {}
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    def run_window(
+        self, micro_batches: Sequence[MicroBatch], normalizer: float, loss_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Forward and backward of a step window; gradients are added to what the parameters hold.
+
+        Args:
+            micro_batches: equal in shape, and the same on every rank of the pipeline.
+            normalizer: what the sum of losses is divided by; ``loss_scale`` multiplies it in the backward pass only.
+
+        Returns:
+            The sum of losses on the rank of the last stage, a float64 scalar; zero on the others.
+        """
+        self._seed, self._loss_scale = loss_scale / normalizer, loss_scale
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._find_sharded()
+        count = len(micro_batches)
+        schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
+        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+        # torch wants a target to compute a loss with; the labels are in the micro-batch.
+        schedule.step(**whole, target=torch.empty(count), return_outputs=False)  # type: ignore[attr-defined]
+        return self._loss_sum
+
+    def reduce_tied_gradients(self) -> None:
+        """Sum the gradients of embeddings tied across ranks; once a window, after all other reductions."""
+        reduce_tied_gradients(self._model, self.group, self.plan.ranks_of_stages[0], self.plan.last_rank)
+
+    def _schedule(self, count: int, boundary: tuple[int, ...]) -> tuple[object, list[ScheduledStage]]:
+        key = (count, boundary)
+        if key not in self._schedules:
+            stages: list[ScheduledStage] = []
+            for view in self.views.values():
+                ScheduledStage(
+                    self._model, view.index, len(self.plan.layers), self._device, self.group,
+                    partial(self._train_stage, view), boundary, self._dtype, stages,
+                    self._after_weights,
+                )  # fmt: skip
+            self._schedules[key] = build_schedule(self.plan.schedule, stages, count, self._seeded), stages
+        return self._schedules[key]
+
+    def _seeded(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss * self._seed
+
+    def _train_stage(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        output = self._forward(view, received, batch)
+        if view.last:
+            self._loss_sum += output.detach()
+        return output
+
+    def _forward(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            if not view.last:
+                return view(received, batch)
+            with view.shown(received):
+                return self._loss_of(batch)
+
+        return self._in_stage(batch, view.last, self._loss_scale, compute)
+
+    def _find_sharded(self) -> None:
+        """FSDP2's root looks for its units at its first forward pass; here while the model shows all that it holds."""
+        if isinstance(self._model, FSDPModule):
+            self._model._get_fsdp_state()._lazy_init()
+
+    def _plain_boundary(self, batch: MicroBatch) -> tuple[int, ...]:
+        return (*batch["input_ids"].shape, self._width)
+
+    # -- forward passes alone -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """The sum of losses on the rank of the last stage, zero on the others; micro-batches of any shapes, or none."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for output in self._forward_all(micro_batches, self._forward):
+            total += output
+        return total
+
+    @torch.no_grad()
+    def logits(self, batch: MicroBatch, vocabulary: int) -> torch.Tensor:
+        """Logits of the last position of every row, float32 of shape (rows, vocabulary), on all ranks.
+
+        Args:
+            batch: ``input_ids`` and ``position_ids``, the same on every rank.
+        """
+        found = self._forward_all([batch], self._logits)
+        rows = batch["input_ids"].shape[0]
+        shared = found[0] if found else torch.empty(rows, vocabulary, device=self._device)
+        source = dist.get_global_rank(self.group, self.plan.last_rank)
+        dist.broadcast(shared, source, group=self.group)
+        return shared
+
+    def _logits(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, batch))
+        return output[:, -1].float().contiguous() if view.last else output
+
+    def _forward_all(
+        self, micro_batches: Sequence[MicroBatch],
+        compute: Callable[[StageView, torch.Tensor | None, MicroBatch], torch.Tensor],
+    ) -> list[torch.Tensor]:  # fmt: skip
+        """The last stage's outputs in order; none on the other ranks."""
+        self._find_sharded()
+        ranks, last = self.plan.ranks_of_stages, len(self.plan.layers) - 1
+        held = self.plan.stages_of_ranks
+        waiting: dict[tuple[int, int], torch.Tensor] = {}
+        outputs: list[torch.Tensor] = []
+        for slot in forward_slots(self.plan.schedule, len(held), len(micro_batches), len(held[0])):
+            messages: list[dist.P2POp] = []
+            for _, stage, index in slot:
+                source, target = ranks[stage], ranks[min(stage + 1, last)]
+                if source == self.rank:
+                    output = compute(self.views[stage], waiting.pop((stage, index), None), micro_batches[index])
+                    if stage == last:
+                        outputs.append(output)
+                    elif target == source:
+                        waiting[stage + 1, index] = output
+                    else:
+                        messages.append(self._message(dist.isend, output.contiguous(), target))
+                elif target == self.rank and stage != last:
+                    shape = self._boundary_shape(micro_batches[index])
+                    buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+                    waiting[stage + 1, index] = buffer
+                    messages.append(self._message(dist.irecv, buffer, source))
+            for work in dist.batch_isend_irecv(messages) if messages else []:
+                work.wait()
+        return outputs
+
+    def _message(self, operation: Callable[..., object], tensor: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(operation, tensor, dist.get_global_rank(self.group, rank), self.group)

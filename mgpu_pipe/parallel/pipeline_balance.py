@@ -1,0 +1,157 @@
+"""Which layers each pipeline stage gets, by what they cost. No torch.
+
+Costs are forward operations per token, two a multiply-add (Kaplan et al. 2020, arXiv:2001.08361, section 2.1): a
+layer's active weights and its attention over half the sequence, the head's product with the vocabulary, and the
+embedding's lookup, which moves a row of the table and multiplies nothing. Only their ratios matter: a backward pass
+costs twice the forward pass everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_pipe.models.count import FAMILIES
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Forward operations per token, and parameters, of a model's parts in order."""
+
+    embedding: float
+    layers: tuple[float, ...]
+    head: float
+    embedding_parameters: int = 0
+    layer_parameters: tuple[int, ...] = ()
+    head_parameters: int = 0
+    norm_parameters: int = 0
+    tied: bool = False
+    """The head's weight is the embedding's."""
+
+    @property
+    def total(self) -> float:
+        return self.embedding + sum(self.layers) + self.head
+
+    def stage(self, layers: range) -> float:
+        """What a stage of these layers costs."""
+        first, last = layers.start == 0, layers.stop == len(self.layers)
+        return self.embedding * first + sum(self.layers[layers.start : layers.stop]) + self.head * last
+
+
+@dataclass(frozen=True)
+class StageContent:
+    """What one stage holds, for ``check``."""
+
+    stage: int
+    rank: int
+    layers: range
+    parameters: int
+    share: float
+    """Its part of all operations."""
+    first: bool
+    last: bool
+
+    def describe(self) -> str:
+        """In words: ``stage 0 on rank 0: embedding, layers 0-3, 1.2M parameters, 24% of the work``."""
+        layers = f"layer {self.layers.start}" if len(self.layers) == 1 else f"layers {self.layers[0]}-{self.layers[-1]}"
+        parts = ["embedding"] * self.first + [layers] + ["norm and head"] * self.last
+        held = f"{', '.join(parts)}, {self.parameters / 1e6:.3g}M parameters"
+        return f"stage {self.stage} on rank {self.rank}: {held}, {self.share:.0%} of the work"
+
+
+def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
+    """Costs of a causal language model from its configuration's fields (see :func:`models.fields.resolved_fields`).
+
+    A family that :mod:`models.count` does not know is taken to have equal layers of 12 squared widths.
+    """
+    width, vocabulary, layers = fields["hidden_size"], fields["vocab_size"], fields["num_hidden_layers"]
+    # Scores and weighted values over, on average, half the sequence: two products of the heads' whole width.
+    heads = fields.get("num_attention_heads") or 1
+    attention = 2.0 * seq_len * heads * (fields.get("head_dim") or width / heads)
+    sizes = [_layer_parameters(fields, layer) for layer in range(layers)]
+    positions = fields["max_position_embeddings"] if fields.get("model_type") == "gpt2" else 0
+    return LayerCosts(
+        embedding=2.0 * width,
+        layers=tuple(2.0 * active + attention for _, active in sizes),
+        head=2.0 * vocabulary * width,
+        embedding_parameters=(vocabulary + positions) * width,
+        layer_parameters=tuple(total for total, _ in sizes),
+        head_parameters=vocabulary * width,
+        norm_parameters=2 * width if positions else width,
+        tied=bool(fields.get("tie_word_embeddings")),
+    )
+
+
+def _layer_parameters(fields: Mapping[str, Any], layer: int) -> tuple[int, int]:
+    """All, and active, parameters of one layer."""
+    count = FAMILIES.get(fields.get("model_type", ""))
+    if count is None:
+        squared = 12 * fields["hidden_size"] ** 2
+        return squared, squared
+    alone = {**fields, "num_hidden_layers": 1}
+    if "decoder_sparse_step" in fields:
+        dense_only, stride = fields.get("mlp_only_layers") or [], fields["decoder_sparse_step"]
+        sparse = layer not in dense_only and (layer + 1) % stride == 0
+        alone.update(decoder_sparse_step=1, mlp_only_layers=[] if sparse else [0])
+    found = count(alone)
+    return found.total, found.total - found.idle
+
+
+def stage_layers(costs: LayerCosts, stages: int, by_hand: Sequence[int] | None = None) -> tuple[range, ...]:
+    """The layers of every stage: consecutive, at least one each, the costliest stage as cheap as can be.
+
+    Of equally good cuts, the one whose squared costs sum up least is taken, so that what is left is even too.
+
+    Args:
+        by_hand: the number of layers of every stage, which are taken as they are.
+
+    Raises:
+        ValueError: more stages than layers, or numbers by hand that do not fit (``check`` says it with the fix).
+    """
+    layers = len(costs.layers)
+    if by_hand is not None:
+        if len(by_hand) != stages or sum(by_hand) != layers or min(by_hand) < 1:
+            raise ValueError(f"{list(by_hand)} does not cut {layers} layers into {stages} stages")
+        ends = [sum(by_hand[: index + 1]) for index in range(stages)]
+        return tuple(range(end - count, end) for end, count in zip(ends, by_hand, strict=True))
+    if stages > layers:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
+    # best[stop]: (costliest stage, sum of squares, where the last stage starts) of the first stages' best cut.
+    best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for stage in range(1, stages + 1):
+        row: dict[int, tuple[float, float, int]] = {}
+        for stop in range(stage, layers - (stages - stage) + 1):
+            options = []
+            for start, (worst, squares, _) in best[-1].items():
+                if start < stop:
+                    cost = costs.stage(range(start, stop))
+                    options.append((max(worst, cost), squares + cost * cost, start))
+            row[stop] = min(options)
+        best.append(row)
+    cuts = [layers]
+    for row in reversed(best[1:]):
+        cuts.append(row[cuts[-1]][2])
+    cuts.reverse()
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
+
+
+def stage_contents(
+    costs: LayerCosts, layers: Sequence[range], ranks_of_stages: Sequence[int]
+) -> list[StageContent]:
+    """What every stage holds.
+
+    Args:
+        ranks_of_stages: the pipeline rank of every stage.
+    """
+    found = []
+    for stage, (held, rank) in enumerate(zip(layers, ranks_of_stages, strict=True)):
+        first, last = stage == 0, stage == len(layers) - 1
+        # A tied head is a copy of its own, unless the embedding is on the same rank.
+        shares = last and costs.tied and rank == ranks_of_stages[0]
+        parameters = sum(costs.layer_parameters[held.start : held.stop])
+        parameters += costs.embedding_parameters * first
+        parameters += (costs.norm_parameters + (0 if shares else costs.head_parameters)) * last
+        found.append(StageContent(stage, rank, held, parameters, costs.stage(held) / costs.total, first, last))
+    return found

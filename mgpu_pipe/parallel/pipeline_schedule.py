@@ -1,0 +1,160 @@
+"""torch's pipeline schedules over the stages of a cut model.
+
+What is added to torch's stage: the loss is computed inside the last stage (its output is the micro-batch's sum of
+losses), shapes are known beforehand, so that nothing is sent to find them out (torch would send pickled objects), and
+buffers for what is received exist only between their receive and their last use: torch keeps one for every micro-batch
+of the window, which would undo what 1F1B saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
+
+Compute = Callable[[torch.Tensor | None, Mapping[str, torch.Tensor]], torch.Tensor]
+"""A stage's forward pass: what it received (None in the first stage) and the micro-batch, to hidden states or loss."""
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI: dict[str, type[PipelineScheduleMulti]] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+class ScheduledStage(PipelineStage):
+    """A stage of torch's schedules.
+
+    Args:
+        module: holds the stage's parameters; where FSDP2 shards it, torch gathers and reduces around the schedule.
+        compute: the stage's forward pass.
+        boundary: shape of the hidden states between stages.
+        dtype: their type.
+        share: the stages of this rank, which may hold one module together; gradients are reduced after the last one.
+        after_weights: called when gradients of weights were computed apart from those of inputs.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, index: int, stages: int, device: torch.device, group: dist.ProcessGroup,
+        compute: Compute, boundary: Sequence[int], dtype: torch.dtype, share: list[ScheduledStage],
+        after_weights: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        hidden = torch.empty(tuple(boundary), dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        super().__init__(
+            module, index, stages, device,
+            input_args=() if index == 0 else (hidden,), output_args=(loss if index == stages - 1 else hidden,),
+            group=group,
+        )  # fmt: skip
+        self._compute = compute
+        self._share, self._after_weights = share, after_weights
+        self._finished = False
+        self.most_in_flight = 0
+        """The most micro-batches whose activations this stage has held at once."""
+        share.append(self)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._compute(args[0] if args else None, kwargs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        for info in self.args_recv_info[fwd_chunk_id]:
+            info.buffer = None  # the forward pass's graph has it now
+        self.most_in_flight = max(self.most_in_flight, len(self.fwd_cache))
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:  # fmt: skip
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it, and with it its graph, to the window's end
+        for info in self.grad_recv_info.get(bwd_chunk_id, ()):
+            info.buffer = None
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._after_weights()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self._free(self.args_recv_info)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        self._free(self.grad_recv_info)
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self._finished = False
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Once for all stages of the rank, whose gradients are in one module."""
+        self._finished = True
+        if all(stage._finished for stage in self._share):
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def _allocate(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+
+    @staticmethod
+    def _free(by_chunk: Mapping[int, Sequence[Any]]) -> None:
+        for infos in by_chunk.values():
+            for info in infos:
+                info.buffer = None
+
+
+def build_schedule(
+    name: str, stages: Sequence[ScheduledStage], num_micro_batches: int, loss_function: LossFunction
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    """torch's schedule of that name over this rank's stages; gradients are summed, never scaled.
+
+    Args:
+        loss_function: of the last stage's output and a target, which is not looked at: the micro-batch's labels go to
+            the stage itself.
+
+    Raises:
+        ValueError: a number of micro-batches that the schedule does not take (``check`` says it with the fix).
+    """
+    assert SCHEDULES[name].more_stages or len(stages) == SCHEDULES[name].stages_per_rank
+    if name in SINGLE:
+        return SINGLE[name](stages[0], num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    schedule = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    _free_weights_last(schedule, dist.get_rank(stages[0].group))
+    return schedule
+
+
+def _free_weights_last(schedule: PipelineScheduleMulti, rank: int) -> None:
+    """Sharded weights are freed when all stages of the rank are through: they are in one module."""
+    order: dict[int, list[Any]] = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    frees = [action for action in order[rank] if action.computation_type.value == "RESHARD"]
+    order[rank] = [*(action for action in order[rank] if action not in frees), *frees]

@@ -1,0 +1,240 @@
+"""The order in which every rank of a pipeline works, for each schedule. No torch.
+
+A stream is one rank's list of actions: ``F`` a forward pass of one stage for one micro-batch, ``B`` its backward pass,
+or, where a schedule splits that, ``I`` the gradient of the stage's input and ``W`` those of its weights. The streams
+are those that torch's schedules run (a test compares them), so that a schedule can be printed, counted and timed
+where torch is not at hand.
+
+Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B and its interleaved form (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2); zero bubble, ZB-H1 interleaved and ZB-V (Qi et al. 2024, arXiv:2401.10241, and
+arXiv:2405.15362); DualPipeV (the V-shaped half of DualPipe, DeepSeek-V3, arXiv:2412.19437, section 3.2.1).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """One thing that a rank does: ``F``, ``B``, ``I`` or ``W`` of a stage for a micro-batch."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+
+
+Stream = list[Action]
+
+
+@dataclass(frozen=True)
+class ScheduleTraits:
+    """What is fixed about a schedule.
+
+    Attributes:
+        stages_per_rank: the number of stages that a rank holds; where ``more_stages``, the least.
+        v_shaped: a rank's second stage counts from the end, so that the first rank holds the first and the last one.
+        splits_backward: gradients of inputs and of weights are computed apart; torch refuses compiled modules then.
+    """
+
+    stages_per_rank: int = 1
+    more_stages: bool = False
+    v_shaped: bool = False
+    splits_backward: bool = False
+
+
+SCHEDULES = {
+    "gpipe": ScheduleTraits(),
+    "1f1b": ScheduleTraits(),
+    "interleaved_1f1b": ScheduleTraits(2, more_stages=True),
+    "interleaved_zero_bubble": ScheduleTraits(2, more_stages=True, splits_backward=True),
+    "zbv": ScheduleTraits(2, v_shaped=True, splits_backward=True),
+    "dualpipev": ScheduleTraits(2, v_shaped=True, splits_backward=True),
+}
+"""The values of ``strategy.pipeline.schedule``."""
+
+
+def stages_by_rank(schedule: str, ranks: int, stages_per_rank: int | None = None) -> tuple[tuple[int, ...], ...]:
+    """The stages that every rank holds, ascending: looped (``r, r + ranks, ...``) or V-shaped (``r, last - r``)."""
+    traits = SCHEDULES[schedule]
+    each = stages_per_rank or traits.stages_per_rank
+    if traits.v_shaped:
+        return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    return tuple(tuple(rank + turn * ranks for turn in range(each)) for rank in range(ranks))
+
+
+def micro_batches_fit(schedule: str, ranks: int, micro_batches: int) -> bool:
+    """Whether torch's schedule takes that many micro-batches on that many ranks."""
+    if schedule == "1f1b":
+        return micro_batches >= ranks
+    if schedule == "dualpipev":
+        return micro_batches >= 2 * ranks
+    if schedule.startswith("interleaved"):
+        return micro_batches >= 1 and micro_batches % _rounds(ranks, micro_batches) == 0
+    return micro_batches >= 1
+
+
+def streams(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> list[Stream]:
+    """Every rank's stream for one step window.
+
+    Raises:
+        ValueError: a number of micro-batches that the schedule does not take.
+    """
+    if not micro_batches_fit(schedule, ranks, micro_batches):
+        raise ValueError(f"{schedule} on {ranks} ranks does not take {micro_batches} micro-batches")
+    held = stages_by_rank(schedule, ranks, stages_per_rank)
+    return [_stream(schedule, rank, ranks, held[rank], micro_batches) for rank in range(ranks)]
+
+
+def _stream(schedule: str, rank: int, ranks: int, stages: tuple[int, ...], micro_batches: int) -> Stream:
+    hops = ranks - 1 - rank  # to the last rank
+    if schedule == "gpipe":
+        return _alternating(stages, micro_batches, micro_batches, warmup=micro_batches)
+    if schedule == "1f1b":
+        return _alternating(stages, micro_batches, micro_batches, warmup=hops)
+    if schedule == "zbv":
+        return _zbv(rank, ranks, stages, micro_batches)
+    if schedule == "dualpipev":
+        return _dualpipev(rank, ranks, stages, micro_batches)
+    a_round = micro_batches // _rounds(ranks, micro_batches)
+    before_last = (len(stages) - 1) * a_round
+    if schedule == "interleaved_1f1b":
+        return _alternating(stages, micro_batches, a_round, warmup=before_last + 2 * hops)
+    return _alternating(stages, micro_batches, a_round, warmup=before_last + hops, weights_behind=rank)
+
+
+def _rounds(ranks: int, micro_batches: int) -> int:
+    return max(1, micro_batches // ranks)
+
+
+def _in_rounds(stages: Sequence[int], micro_batches: int, a_round: int) -> list[tuple[int, int]]:
+    """Depth first: each stage takes a round's micro-batches, then the next stage takes them."""
+    return [
+        (stage, micro_batch)
+        for start in range(0, micro_batches, a_round)
+        for stage in stages
+        for micro_batch in range(start, start + a_round)
+    ]
+
+
+def _alternating(
+    stages: tuple[int, ...], micro_batches: int, a_round: int, warmup: int, weights_behind: int | None = None
+) -> Stream:
+    """``warmup`` forward passes, then one forward and one backward in turn, then the backward passes that are left.
+
+    Args:
+        weights_behind: how many ``I`` go before the first ``W``; None keeps backward passes whole.
+    """
+    forwards = _in_rounds(stages, micro_batches, a_round)
+    backwards = _in_rounds(stages[::-1], micro_batches, a_round)
+    warmup = min(warmup, len(forwards))
+    stream = [Action("F", *at) for at in forwards[:warmup]]
+    later = deque(forwards[warmup:])
+    for index, at in enumerate(backwards):
+        if later:
+            stream.append(Action("F", *later.popleft()))
+        stream.append(Action("B" if weights_behind is None else "I", *at))
+        if weights_behind is not None and index >= weights_behind:
+            stream.append(Action("W", *backwards[index - weights_behind]))
+    if weights_behind:
+        stream += [Action("W", *at) for at in backwards[-weights_behind:]]
+    return stream
+
+
+class _Emitter:
+    """Appends a rank's actions, each kind of each stage taking its micro-batches in order."""
+
+    def __init__(self) -> None:
+        self.stream: Stream = []
+        self.done: Counter[tuple[str, int]] = Counter()
+
+    def emit(self, stage: int, *kinds: str) -> None:
+        for kind in kinds:
+            self.stream.append(Action(kind, stage, self.done[kind, stage]))
+            self.done[kind, stage] += 1
+
+
+def _zbv(rank: int, ranks: int, stages: tuple[int, ...], micro_batches: int) -> Stream:
+    """ZB-V: down and up the V; what fewer micro-batches than fill it leave out is taken out at the end."""
+    down, up = stages
+    filled = max(2 * ranks - 1, micro_batches)
+    rows = _Emitter()
+    for _ in range(2 * (ranks - rank) - 1):
+        rows.emit(down, "F")
+    for _ in range(rank):
+        rows.emit(up, "F")
+        rows.emit(down, "F")
+    for _ in range(ranks - rank):
+        rows.emit(up, "F", "I", "W")
+    while rows.done["F", up] < filled:
+        if rows.done["F", down] < filled:
+            rows.emit(down, "F")
+        rows.emit(down, "I", "W")
+        rows.emit(up, "F", "I", "W")
+    for _ in range(rank):
+        rows.emit(down, "I")
+        rows.emit(up, "I")
+    for _ in range(ranks - rank):
+        rows.emit(down, "I", "W")
+    for stage in (up, down):
+        while rows.done["W", stage] < rows.done["I", stage]:
+            rows.emit(stage, "W")
+    return [action for action in rows.stream if action.micro_batch < micro_batches]
+
+
+class _DualEmitter(_Emitter):
+    """Backward passes are whole or split; the weights of split ones wait in a queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: deque[Action] = deque()
+
+    def backward(self, stage: int, split: bool) -> None:
+        # Whole and split ones share one count.
+        action = Action("I" if split else "B", stage, self.done["backward", stage])
+        self.done["backward", stage] += 1
+        self.stream.append(action)
+        if split:
+            self.waiting.append(action._replace(kind="W"))
+
+    def weights(self) -> None:
+        if self.waiting:
+            self.stream.append(self.waiting.popleft())
+
+
+def _dualpipev(rank: int, ranks: int, stages: tuple[int, ...], micro_batches: int) -> Stream:
+    """DualPipeV in its eight steps."""
+    down, up = stages
+    hops = ranks - 1 - rank
+    rows = _DualEmitter()
+    for _ in range(2 * hops):
+        rows.emit(down, "F")
+    for _ in range(rank + 1):
+        rows.emit(down, "F")
+        rows.emit(up, "F")
+    for _ in range(hops):
+        rows.backward(up, split=True)
+        rows.weights()
+        rows.emit(up, "F")
+    for _ in range(micro_batches - 2 * ranks + rank + 1):
+        rows.emit(down, "F")
+        rows.backward(up, split=False)
+        rows.emit(up, "F")
+        rows.backward(down, split=False)
+    for _ in range(hops):
+        rows.backward(up, split=False)
+        rows.emit(up, "F")
+        rows.backward(down, split=False)
+    half = (rank + 1) // 2
+    for turn in range(rank + 1):
+        # Weights are kept for the end from the middle on; odd ranks begin half a turn earlier.
+        rows.backward(up, split=turn > half or (turn == half and rank % 2 == 1))
+        rows.backward(down, split=turn >= half)
+    for _ in range(hops):
+        rows.weights()
+        rows.backward(down, split=True)
+    for _ in range(rank + 1):
+        rows.weights()
+    return rows.stream

@@ -1,0 +1,339 @@
+"""Tensor parallelism, and with it sequence parallelism, on a Hugging Face model.
+
+Attention is cut by heads, feed-forward layers and experts by width, embedding and head by vocabulary
+(Shoeybi et al. 2019, arXiv:1909.08053). Cut parameters are plain local ones; where each lies in the unsharded model is
+recorded as a :class:`Layout`. Losses, and the gradients of everything that all ranks hold, are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.removed import is_removed
+from mgpu_pipe.models.tensor_plans import SequencePlan, Style
+from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
+from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
+from mgpu_pipe.parallel.tensor_linear import (
+    ColumnRegion,
+    column_parallel_alone,
+    experts_parallel,
+    row_parallel,
+)  # fmt: skip
+from mgpu_pipe.parallel.tensor_parameters import CutParameters
+from mgpu_pipe.parallel.tensor_plans import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
+from mgpu_pipe.parallel.vocabulary import (
+    VocabularyShard,
+    vocabulary_parallel_embedding,
+    vocabulary_parallel_head,
+)  # fmt: skip
+
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "split_size")
+"""What attention modules call the number of their query heads, or a width that goes with it."""
+KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
+
+
+def apply_tensor_parallel(
+    model: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool = False, experts: bool = True,
+    stages: Sequence[range] = (),
+) -> None:
+    """Cut ``model`` over the ranks of ``group``, in place, and record a layout for every parameter.
+
+    Before activation checkpointing, compilation and FSDP2; the model may be on the meta device, and may lack the
+    modules of other pipeline stages. A collective call where key-value heads are shared by ranks.
+
+    Args:
+        sequence_parallel: split activations between the tensor-parallel regions along the sequence.
+        experts: cut experts along their width; False leaves modules of experts, and their parameters, alone.
+        stages: the layers of each pipeline stage that this rank holds; between stages the sequence is whole.
+
+    Raises:
+        ConfigError: no plan for the model, or sizes that do not divide.
+    """
+    if group.size() == 1:
+        return
+    TensorParallel(model, group, sequence_parallel, experts, stages).apply()
+
+
+class TensorParallel:
+    """One application of a plan; see :func:`apply_tensor_parallel`."""
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool, experts: bool,
+        stages: Sequence[range] = (),
+    ) -> None:
+        self.stages = stages
+        self.model, self.group, self.cut_experts = model, group, experts
+        self.rank, self.size = group.rank(), group.size()
+        self.plan = tensor_plan(model)
+        # A pipeline stage without blocks has nothing to split.
+        splits = sequence_parallel and bool(_blocks(model, sequence_plan(model)))
+        self.sequence = SequenceSplit(group) if splits else None
+        self.modules = dict(model.named_modules())
+        self.parameters = CutParameters(model)
+        self.partial: dict[str, dist.ProcessGroup | None] = {}
+        self.left_alone: set[str] = set()
+        """Parameters of which this axis says nothing."""
+
+    def apply(self) -> None:
+        self._experts()
+        for name, module in self.modules.items():
+            styles = {child: self.plan.get(f"{name}.{child}" if name else child) for child in module._modules}
+            if any(style in ("column", "row", "packed") for style in styles.values()):
+                self._linears(name, module, {child: style for child, style in styles.items() if style})
+        for name, style in self.plan.items():
+            if style == "own_heads" and name in self.modules:
+                self.partial.update({self.parameters.name(p): None for p in self.modules[name].parameters()})
+        has_head = self._vocabulary()
+        if self.sequence is not None:
+            self._split_sequence(self.sequence, has_head)
+        self.parameters.record(self.left_alone, owns_the_rest=self.rank == 0)
+        add_partial_gradients(self.model, self.partial)
+
+    # -- linear layers ------------------------------------------------------------------------------------------
+
+    def _linears(self, name: str, module: nn.Module, styles: dict[str, Style]) -> None:
+        """The cut children of ``module``, which share what enters them where it enters nothing else."""
+        cut = {child: getattr(module, child) for child, style in styles.items() if style in ("column", "row", "packed")}
+        covered = {id(p) for child in styles for p in getattr(module, child).parameters()}
+        shares_input = not name.endswith(SEVERAL_INPUTS) and all(id(p) in covered for p in module.parameters())
+        key_value_heads = None
+        for child, layer in cut.items():
+            if styles[child] == "row":
+                ranges = self._even(f"{name}.{child}", _inputs(layer))
+                self._cut_linear(layer, 1 - _output_dim(layer), ranges, bias=False)
+            elif child in KEY_VALUE and _head_dim(module):
+                key_value_heads = self._cut_key_values(f"{name}.{child}", module, layer)
+            else:
+                parts = self._parts(module, child, styles[child])
+                self._cut_linear(layer, _output_dim(layer), self._even(f"{name}.{child}", _outputs(layer), parts))
+        self._count_local_heads(name, module, key_value_heads)
+        if self.sequence is not None and not shares_input:
+            raise ConfigError(
+                "strategy.sequence_parallel", True, "use strategy.sequence_parallel=false",
+                f"{name} takes more than the hidden states",
+            )
+        region = ColumnRegion(self.group, self.sequence) if shares_input else None
+        for child, layer in cut.items():
+            if styles[child] == "row":
+                row_parallel(layer, self.group, self.sequence)
+            elif region is not None:
+                region.column(layer)
+            else:
+                column_parallel_alone(layer, self.group)
+        if region is not None:
+            region.wrap(module)
+
+    def _parts(self, module: nn.Module, child: str, style: Style) -> int:
+        """Matrices that are fused in a column-parallel layer: two of a gated unit, or query, key and value."""
+        split_size = getattr(module, "split_size", None)
+        if style != "packed":
+            return 1
+        return 2 if split_size is None else _outputs(getattr(module, child)) // int(split_size)
+
+    def _even(self, name: str, length: int, parts: int = 1) -> list[tuple[int, int]]:
+        """This rank's range of each of ``parts`` equal parts of ``length``."""
+        one = length // parts
+        if one % self.size:
+            fits = [n for n in range(1, self.size + 1) if one % n == 0]
+            raise ConfigError(
+                "strategy.tp", self.size, f"use one of {fits}", f"the width {one} of {name} cannot be cut evenly"
+            )
+        share = one // self.size
+        return [(part * one + self.rank * share, part * one + (self.rank + 1) * share) for part in range(parts)]
+
+    def _cut_linear(
+        self, layer: nn.Module, dim: int, ranges: list[tuple[int, int]], bias: bool = True, owned: bool = True
+    ) -> None:
+        self.parameters.cut(layer, "weight", dim, ranges, owned)
+        if bias and layer._parameters.get("bias") is not None:
+            self.parameters.cut(layer, "bias", 0, ranges, owned)
+        length = sum(stop - start for start, stop in ranges)
+        names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
+        setattr(layer, names[0 if dim == _output_dim(layer) else 1], length)
+
+    def _cut_key_values(self, name: str, attention: nn.Module, layer: nn.Module) -> tuple[int, int]:
+        """Cut by key-value heads; with fewer of them than ranks, neighbours hold the same one.
+
+        Returns:
+            The heads there are, and those of this rank.
+        """
+        width = _head_dim(attention)
+        heads = _outputs(layer) // width
+        if heads % self.size == 0:
+            self._cut_linear(layer, _output_dim(layer), self._even(name, _outputs(layer)))
+            return heads, heads // self.size
+        if self.size % heads:
+            fits = [n for n in range(1, self.size + 1) if n % heads == 0 or heads % n == 0]
+            raise ConfigError(
+                "strategy.tp", self.size, f"use one of {fits}",
+                f"{heads} key-value heads ({name}) neither divide nor are divided by it",
+            )
+        sharing = self.size // heads
+        head = self.rank // sharing
+        self._cut_linear(
+            layer, _output_dim(layer), [(head * width, (head + 1) * width)], owned=self.rank % sharing == 0
+        )
+        sharers = self._sharers(sharing)
+        for attribute in ("weight", "bias"):
+            parameter = layer._parameters.get(attribute)
+            if parameter is not None:
+                self.partial[self.parameters.name(parameter)] = sharers
+        return heads, 1
+
+    def _sharers(self, sharing: int) -> dist.ProcessGroup:
+        """The group of the ``sharing`` neighbours that this rank shares its key-value head with."""
+        if not hasattr(self, "_sharing_group"):
+            ranks = dist.get_process_group_ranks(self.group)
+            first = self.rank // sharing * sharing
+            # Local, for other tensor-parallel groups and pipeline stages do not come here together with this one.
+            created = dist.new_group(ranks[first : first + sharing], use_local_synchronization=True)
+            assert isinstance(created, dist.ProcessGroup)
+            self._sharing_group = created
+        return self._sharing_group
+
+    def _count_local_heads(self, name: str, module: nn.Module, key_value_heads: tuple[int, int] | None) -> None:
+        """Let an attention module know how many heads are left to it.
+
+        Args:
+            key_value_heads: of the whole module, and of this rank; None where they are not cut by themselves.
+        """
+        counts = {count: value for count in HEAD_COUNTS if isinstance(value := module.__dict__.get(count), int)}
+        groups = module.__dict__.get("num_key_value_groups")
+        if key_value_heads is not None and isinstance(groups, int):
+            counts["query_heads"] = groups * key_value_heads[0]
+        for count, heads in counts.items():
+            if heads % self.size:
+                fits = [n for n in range(1, heads + 1) if heads % n == 0]
+                raise ConfigError(
+                    "strategy.tp", self.size, f"use one of {fits}",
+                    f"it does not divide the {heads} of {name}'s {count}",
+                )
+            if count != "query_heads":
+                setattr(module, count, heads // self.size)
+        if key_value_heads is not None:
+            if "query_heads" in counts:
+                module.__dict__["num_key_value_groups"] = counts["query_heads"] // self.size // key_value_heads[1]
+            for count in KEY_VALUE_COUNTS:
+                if isinstance(module.__dict__.get(count), int):
+                    setattr(module, count, key_value_heads[1])
+
+    # -- experts ------------------------------------------------------------------------------------------------
+
+    def _experts(self) -> None:
+        """Cut every module of experts, or leave it alone."""
+        for name in [name for name, style in self.plan.items() if style == "experts"]:
+            experts = self.modules[name]
+            if not self.cut_experts:
+                self.left_alone |= {self.parameters.name(p) for p in experts.parameters()}
+                continue
+            if getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False):
+                raise ConfigError(
+                    "strategy.tp", self.size, "use strategy.ep in its place",
+                    f"the experts of {name} are transposed or have biases, which cannot be cut along their width here",
+                )
+            for attribute, parameter in list(experts.named_parameters(recurse=False)):
+                style = self.plan.get(f"{name}.{attribute}")
+                if style == "row":
+                    self.parameters.cut(experts, attribute, parameter.dim() - 1, self._even(name, parameter.shape[-1]))
+                elif style in ("column", "packed"):
+                    dim = parameter.dim() - 2
+                    ranges = self._even(name, parameter.shape[dim], 2 if style == "packed" else 1)
+                    self.parameters.cut(experts, attribute, dim, ranges)
+            block = self.modules[name.rpartition(".")[0]]
+            experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence)
+
+    # -- vocabulary and sequence --------------------------------------------------------------------------------
+
+    def _vocabulary(self) -> bool:
+        """Cut embedding and head, which may be one parameter, and may both be on other stages; whether head is here."""
+        embedding, head = _embedding_and_head(self.model)
+        # A head on another pipeline stage may share the embedding's weight, so both are cut alike.
+        with_head = isinstance(head, nn.Linear) or (isinstance(head, nn.Module) and is_removed(head))
+        if isinstance(embedding, nn.Embedding) and (self.sequence is not None or with_head):
+            shard = VocabularyShard.of(self.group, embedding.num_embeddings)
+            self._cut_once(embedding, shard)
+            vocabulary_parallel_embedding(embedding, shard, self.sequence)
+        if not isinstance(head, nn.Linear):
+            return False
+        shard = VocabularyShard.of(self.group, head.out_features)
+        self._cut_once(head, shard)
+        vocabulary_parallel_head(head, shard, self.sequence)
+        return True
+
+    def _cut_once(self, module: nn.Module, shard: VocabularyShard) -> None:
+        for attribute in ("weight", "bias"):
+            parameter = module._parameters.get(attribute)
+            if parameter is not None and not self.parameters.is_cut(parameter):
+                self.parameters.cut(module, attribute, 0, [(shard.start, shard.stop)])
+
+    def _split_sequence(self, sequence: SequenceSplit, has_head: bool) -> None:
+        """Split the sequence between embeddings and norm; gradients of what lies there are then parts of a sum."""
+        plan = sequence_plan(self.model)
+        base, blocks = _base(self.model), _blocks(self.model, plan)
+        stages = self.stages or [range(len(blocks))]
+        norm = getattr(base, plan.norm, None)
+        addends = [module for name in plan.addends if isinstance(module := getattr(base, name, None), nn.Module)]
+        has_norm = isinstance(norm, nn.Module) and any(True for _ in norm.parameters())
+        for stage in stages:
+            to_norm = has_norm and stage.stop == len(blocks)
+            last = norm if to_norm and isinstance(norm, nn.Module) else blocks[stage.stop - 1]
+            split_between(
+                sequence, blocks[stage.start], last, addends if stage.start == 0 else [],
+                has_head and stage.stop == len(blocks),
+            )  # fmt: skip
+        routers = {
+            id(p) for name, style in self.plan.items() if style == "experts" and self.cut_experts
+            for p in self.modules[name.rpartition(".")[0]].parameters()
+        }  # fmt: skip
+        for module in (*blocks, *([norm] if isinstance(norm, nn.Module) else []), *addends):
+            for parameter in module.parameters():
+                name, is_cut = self.parameters.name(parameter), self.parameters.is_cut(parameter)
+                if not is_cut and id(parameter) not in routers and name not in self.left_alone:
+                    self.partial[name] = None
+
+
+def _base(model: nn.Module) -> nn.Module:
+    base = getattr(model, "base_model", model)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def _blocks(model: nn.Module, plan: SequencePlan) -> list[nn.Module]:
+    blocks = getattr(_base(model), plan.blocks, None)
+    return list(blocks.children()) if isinstance(blocks, nn.Module) else []
+
+
+def _embedding_and_head(model: nn.Module) -> tuple[object, object]:
+    """A model's token embedding and output head, as far as it has them."""
+    found: list[object] = []
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, getter)())
+        except (AttributeError, NotImplementedError):  # of another modality, or on another pipeline stage
+            found.append(None)
+    return found[0], found[1]
+
+
+def _output_dim(layer: nn.Module) -> int:
+    return 1 if isinstance(layer, Conv1D) else 0
+
+
+def _outputs(layer: nn.Module) -> int:
+    assert isinstance(layer.weight, torch.Tensor)
+    return layer.weight.shape[_output_dim(layer)]
+
+
+def _inputs(layer: nn.Module) -> int:
+    assert isinstance(layer.weight, torch.Tensor)
+    return layer.weight.shape[1 - _output_dim(layer)]
+
+
+def _head_dim(attention: nn.Module) -> int:
+    """Width of a head; 0 where the module has no heads."""
+    return int(getattr(attention, "head_dim", 0) or 0)

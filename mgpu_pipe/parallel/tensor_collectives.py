@@ -1,0 +1,142 @@
+"""The collectives of tensor and sequence parallelism, as functions that autograd knows.
+
+Each forward collective has its conjugate in the backward pass (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053,
+section 3; Korthikanti et al. 2022, "Reducing Activation Recomputation", arXiv:2205.05198, section 4.2.2). All traffic
+goes through the plain functions at the top, which take and give contiguous tensors and leave their input alone: a
+result that activation checkpointing keeps must not change afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed them, and warns of the old names that 2.10 has alone.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+SEQUENCE_DIM = -2
+"""Activations are ``(..., sequence, width)``."""
+
+
+def all_reduce_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of ``x`` over the ranks of ``group``."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """From every rank's ``(..., sequence / size, width)`` the whole ``(..., sequence, width)``."""
+    parts = x.new_empty((group.size(), *x.shape))
+    _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
+    return parts.movedim(0, SEQUENCE_DIM - 1).flatten(SEQUENCE_DIM - 1, SEQUENCE_DIM)
+
+
+def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part, along the sequence, of the sum of ``x`` over the ranks."""
+    parts = x.unflatten(SEQUENCE_DIM, (group.size(), -1)).movedim(SEQUENCE_DIM - 1, 0).contiguous()
+    mine = torch.empty_like(parts[0])
+    _reduce_scatter(mine, parts.flatten(0, 1), group=group)
+    return mine
+
+
+def slice_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of ``x`` along the sequence; no communication."""
+    length = x.shape[SEQUENCE_DIM] // group.size()
+    return x.narrow(SEQUENCE_DIM, group.rank() * length, length).contiguous()
+
+
+def all_gather_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's ``x``, stacked: ``(size, *x.shape)``."""
+    parts = x.new_empty((group.size(), *x.shape))
+    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
+    return parts
+
+
+class _SumForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return all_reduce_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _SumBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return all_reduce_sum(grad, ctx.group), None
+
+
+class _DivideBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad / ctx.divisor, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, partial_gradient: bool) -> torch.Tensor:
+        ctx.group, ctx.partial_gradient = group, partial_gradient
+        return all_gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        take = reduce_scatter_sequence if ctx.partial_gradient else slice_sequence
+        return take(grad, ctx.group), None, None
+
+
+class _SplitSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, partial: bool) -> torch.Tensor:
+        ctx.group = group
+        return reduce_scatter_sequence(x, group) if partial else slice_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return all_gather_sequence(grad, ctx.group), None, None
+
+
+def sum_forward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum of the ranks' partial results; the gradient, which is whole on every rank, passes as it is."""
+    return _SumForward.apply(x, group)  # type: ignore[no-any-return]
+
+
+def sum_backward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``x`` itself, which every rank holds; its gradient is the sum of the ranks' partial ones."""
+    return _SumBackward.apply(x, group)  # type: ignore[no-any-return]
+
+
+def divide_backward(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """``x`` itself; its gradient is divided, so that summing it over ranks that hold all of it counts it once."""
+    return _DivideBackward.apply(x, divisor)  # type: ignore[no-any-return]
+
+
+def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup, partial_gradient: bool) -> torch.Tensor:
+    """The whole sequence from the ranks' parts.
+
+    Args:
+        partial_gradient: what follows runs on a part of the weights, so that the ranks' gradients are to be summed
+            (reduce-scatter); else it is the same computation on every rank, and each keeps its part of the gradient.
+    """
+    return _GatherSequence.apply(x, group, partial_gradient)  # type: ignore[no-any-return]
+
+
+def split_sequence(x: torch.Tensor, group: dist.ProcessGroup, partial: bool) -> torch.Tensor:
+    """This rank's part of the sequence, of the sum of ``x`` over the ranks if ``partial``, else of ``x``."""
+    return _SplitSequence.apply(x, group, partial)  # type: ignore[no-any-return]

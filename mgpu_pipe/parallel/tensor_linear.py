@@ -1,0 +1,187 @@
+"""Linear layers of which each rank holds some columns (outputs) or rows (inputs).
+
+The column-parallel layers of one module, such as query, key and value, share what enters them: one collective for all
+of them. Under sequence parallelism a rank keeps its part of that input for the backward pass and gathers the rest
+again there, so that kept activations shrink with the group (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mgpu_pipe.parallel.sequence import SequenceSplit, hidden_of, with_hidden
+from mgpu_pipe.parallel.tensor_collectives import (
+    all_gather_sequence,
+    divide_backward,
+    gather_sequence,
+    split_sequence,
+    sum_backward,
+    sum_forward,
+)  # fmt: skip
+
+
+class GatheredInput:
+    """The gathered input of one call of a region, and its second gathering in the backward pass."""
+
+    def __init__(self, whole: torch.Tensor, split: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.whole: torch.Tensor | None = whole
+        self.split: torch.Tensor | None = split
+        self.users = 0
+        """Layers that need the whole input for their weight's gradient."""
+        self._group = group
+        self._again: torch.Tensor | None = None
+        self._served = 0
+
+    def close(self) -> None:
+        """The region's forward pass is over; what backward needs is kept by autograd."""
+        self.whole = self.split = None
+
+    def gather_again(self, split: torch.Tensor) -> torch.Tensor:
+        """The whole input, gathered for the first user and let go after the last."""
+        whole = self._again if self._again is not None else all_gather_sequence(split, self._group)
+        self._served += 1
+        self._again = whole if self._served % self.users else None
+        return whole
+
+
+class _GatheredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, split: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+        transposed: bool, shared: GatheredInput,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(split, weight)
+        ctx.transposed, ctx.shared = transposed, shared
+        shared.users += ctx.needs_input_grad[2]
+        return F.linear(whole, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        split, weight = ctx.saved_tensors
+        want_whole, _, want_weight, want_bias = ctx.needs_input_grad[:4]
+        rows = grad.flatten(0, -2)
+        grad_weight = None
+        if want_weight:
+            whole = ctx.shared.gather_again(split).flatten(0, -2)
+            grad_weight = whole.t() @ rows if ctx.transposed else rows.t() @ whole
+        grad_whole = (grad @ (weight.t() if ctx.transposed else weight)) if want_whole else None
+        return grad_whole, None, grad_weight, rows.sum(0) if want_bias else None, None, None
+
+
+class ColumnRegion:
+    """A module whose hidden states go into column-parallel layers alone, and come out of row-parallel ones.
+
+    Args:
+        group: the tensor-parallel ranks.
+        sequence: the split of the sequence outside of the region; None without sequence parallelism.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sequence: SequenceSplit | None) -> None:
+        self._group, self._sequence = group, sequence
+        self._shared: GatheredInput | None = None
+
+    def wrap(self, module: nn.Module) -> None:
+        """Let hidden states enter the region where ``module`` is called."""
+        plain_forward = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = hidden_of(args, kwargs)
+            if self._sequence is None or not self._sequence.active:
+                args, kwargs = with_hidden(args, kwargs, sum_backward(hidden, self._group))
+                return plain_forward(*args, **kwargs)
+            whole = gather_sequence(hidden, self._group, partial_gradient=True)
+            args, kwargs = with_hidden(args, kwargs, whole)
+            self._shared = GatheredInput(whole, hidden, self._group)
+            try:
+                return plain_forward(*args, **kwargs)
+            finally:
+                self._shared.close()
+                self._shared = None
+
+        module.forward = forward  # type: ignore[method-assign, assignment]
+
+    def column(self, layer: nn.Module) -> None:
+        """Make ``layer``, a child of the region whose weight is cut already, use the region's input."""
+        if type(layer) not in (nn.Linear, Conv1D):
+            return  # a layer of another kind, such as a float8 one, keeps its input whole
+        plain_forward, transposed = layer.forward, isinstance(layer, Conv1D)
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            shared = self._shared
+            if shared is None or x is not shared.whole:
+                result: torch.Tensor = plain_forward(x)
+                return result
+            gathered: torch.Tensor = _GatheredLinear.apply(
+                x, shared.split, layer.weight, layer.bias, transposed, shared
+            )  # type: ignore[assignment]
+            return gathered
+
+        layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def column_parallel_alone(layer: nn.Module, group: dist.ProcessGroup) -> None:
+    """A column-parallel layer beside others that are not: its input's gradient is summed for it alone."""
+    layer.register_forward_pre_hook(lambda _, args: (sum_backward(args[0], group), *args[1:]))
+
+
+def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceSplit | None) -> None:
+    """Sum what the ranks' rows give, split along the sequence where it is; then add the bias, once."""
+    transposed = isinstance(layer, Conv1D)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, torch.Tensor) and not isinstance(bias, nn.Module)
+        partial = F.linear(x, weight.t() if transposed else weight)
+        split = sequence is not None and sequence.active
+        total = split_sequence(partial, group, partial=True) if split else sum_forward(partial, group)
+        return total if bias is None else total + bias
+
+    layer.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def experts_parallel(
+    block: nn.Module,
+    router: nn.Module | None,
+    experts: nn.Module,
+    group: dist.ProcessGroup,
+    sequence: SequenceSplit | None,
+) -> None:
+    """A mixture whose experts are cut along their width; every rank routes all tokens alike.
+
+    The router's gradients are whole on every rank, also under sequence parallelism.
+
+    Args:
+        block: called with hidden states, gives the experts' result in the same shape.
+        router: None where there is no sequence to split.
+        experts: called with hidden states, chosen experts and their weights.
+    """
+    plain_block, plain_experts = block.forward, experts.forward
+
+    def is_split() -> bool:
+        return sequence is not None and sequence.active
+
+    def experts_forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        weights = sum_backward(weights, group)
+        if is_split():  # summed with the whole block's result and input
+            return plain_experts(hidden, chosen, weights)  # type: ignore[no-any-return]
+        return sum_forward(plain_experts(sum_backward(hidden, group), chosen, weights), group)
+
+    def block_forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        if not is_split():
+            return plain_block(hidden_states)  # type: ignore[no-any-return]
+        return split_sequence(plain_block(gather_sequence(hidden_states, group, True)), group, partial=True)
+
+    def count_once(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return (divide_backward(args[0], group.size()), *args[1:]) if is_split() else None
+
+    experts.forward = experts_forward  # type: ignore[method-assign, assignment]
+    if sequence is not None:
+        assert router is not None
+        block.forward = block_forward  # type: ignore[method-assign, assignment]
+        router.register_forward_pre_hook(count_once)

@@ -1,0 +1,65 @@
+"""Which modules of a model tensor parallelism cuts, and how; the tables are :mod:`mgpu_pipe.models.tensor_plans`."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.tensor_plans import OWN_PLANS, SEQUENCE_PLANS, STYLES, SequencePlan, Style
+
+KEY_VALUE = ("k_proj", "v_proj")
+"""Layers cut by key-value heads, of which there may be fewer than ranks."""
+SEVERAL_INPUTS = ("encoder_attn", "crossattention")
+"""Modules whose column-parallel layers take other inputs than the hidden states."""
+
+
+def tensor_plan(model: nn.Module) -> dict[str, Style]:
+    """How each module (or bare parameter) of ``model`` is cut, by its name.
+
+    Raises:
+        ConfigError: no plan, or one with a style that is not known here.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, Style] = {}
+    for name, module in modules.items():
+        for child, style in OWN_PLANS.get(type(module).__name__, {}).items():
+            if isinstance(getattr(module, child, None), nn.Module):
+                found[f"{name}.{child}" if name else child] = style
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    brought = getattr(model, "tp_plan", None) or {}
+    for pattern, brought_style in brought.items():
+        matching = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        matches = [name for name in names if matching(name)]
+        if matches and brought_style not in STYLES:
+            raise ConfigError(
+                "strategy.tp", brought_style, "use strategy.tp=1",
+                f"the {_model_type(model)} family's plan cuts {pattern} in a way that is not known here",
+            )
+        known = STYLES.get(brought_style)
+        found.update({name: known for name in matches if known is not None})
+    if not any(style in ("column", "packed") for style in found.values()):
+        raise ConfigError(
+            "model.type", _model_type(model), "use strategy.tp=1", "the family has no plan for tensor parallelism"
+        )
+    return found
+
+
+def sequence_plan(model: nn.Module) -> SequencePlan:
+    """Where ``model``'s sequence is split.
+
+    Raises:
+        ConfigError: a family without a plan for sequence parallelism.
+    """
+    plan = SEQUENCE_PLANS.get(_model_type(model))
+    if plan is None:
+        raise ConfigError(
+            "strategy.sequence_parallel", True, "use strategy.sequence_parallel=false",
+            f"the {_model_type(model)} family has no plan for it; these have: {', '.join(sorted(SEQUENCE_PLANS))}",
+        )
+    return plan
+
+
+def _model_type(model: nn.Module) -> str:
+    return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))

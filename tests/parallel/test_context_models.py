@@ -1,0 +1,192 @@
+"""Oracle: the plain model over whole micro-batches in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.models.attention import forward_kwargs
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
+from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.context import apply_context_parallel, context_of
+from tests.support.processes import run_processes
+from tests.support.tiny import MODELS, VOCABULARY, global_batch
+
+MICRO_BATCHES, ROWS = 2, 4
+CPU = torch.device("cpu")
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
+    model = materialise(build_meta(config), 5, CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)  # makes attention matter: at initialisation it is nearly uniform
+    return model.to(dtype)
+
+
+def micro_batches(length: int) -> list[dict[str, torch.Tensor]]:
+    """Of packed rows, the last row one document; ``length`` at most that of the window."""
+    batch = {name: value[:, :length].clone() for name, value in global_batch(0, MICRO_BATCHES * ROWS).items()}
+    batch["position_ids"][-1] = torch.arange(length)
+    return [{name: value[at : at + ROWS] for name, value in batch.items()} for at in range(0, 8, ROWS)]
+
+
+def plain(name: str, length: int, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, torch.Tensor]]:
+    model = model_of(MODELS[name], dtype)
+    return totals(model, micro_batches(length))
+
+
+def totals(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+    count = sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in batches)
+    total = 0.0
+    for batch in batches:
+        with context_of(model, batch) as part:
+            logits = model(**forward_kwargs(model, part)).logits
+            loss = logits_cross_entropy(logits, part["labels"]) / count
+        # Outside: the backward pass knows its micro-batch.
+        loss.backward()
+        total += float(loss.detach())
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def split(
+    name: str, method: str, length: int, dtype: torch.dtype = torch.float32, checkpointing: str = "none"
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients, summed over the ranks."""
+    model = model_of(MODELS[name], dtype)
+    apply_context_parallel(model, dist.group.WORLD, method)
+    apply_activation_checkpointing(model, checkpointing)
+    loss, gradients = totals(model, micro_batches(length))
+    summed = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(summed)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return float(summed), gradients
+
+
+def worst_over_bound(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """DESIGN 7's bound of a gradient; 1 is the bound."""
+    assert gradients.keys() == expected.keys()
+    total = float(torch.cat([g.double().flatten() for g in expected.values()]).norm())
+    errors = {
+        name: float((gradients[name] - gradient).double().norm())
+        / (1e-5 * float(gradient.double().norm()) + 1e-7 * total)
+        for name, gradient in expected.items()
+    }
+    return max(errors.values())
+
+
+def check(results: list[Any], expected: Any) -> None:
+    for loss, gradients in results:
+        assert abs(loss / expected[0] - 1) < 1e-5
+        worst = worst_over_bound(gradients, expected[1])
+        print(f"loss {abs(loss / expected[0] - 1):.1e}, gradients over their bound {worst:.3f}")
+        assert worst <= 1
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_and_every_gradient_are_those_of_one_process(name: str, method: str, size: int) -> None:
+    check(run_processes(size, split, name, method, 24), plain(name, 24))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_length_that_does_not_divide_is_padded(method: str) -> None:
+    check(run_processes(4, split, "llama", method, 21), plain("llama", 21))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_checkpointed_block_is_computed_again_for_its_own_micro_batch(method: str, mode: str) -> None:
+    check(run_processes(2, split, "llama", method, 24, torch.float32, mode), plain("llama", 24))
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_bf16_is_as_close_to_fp32_as_one_bf16_process(method: str) -> None:
+    exact, alone = plain("llama", 24), plain("llama", 24, torch.bfloat16)
+
+    def error(found: dict[str, torch.Tensor]) -> float:
+        pairs = [(found[name].double(), gradient.double()) for name, gradient in exact[1].items()]
+        return float(torch.cat([(a - b).flatten() for a, b in pairs]).norm())
+
+    for loss, gradients in run_processes(4, split, "llama", method, 24, torch.bfloat16):
+        print(f"gradients {error(gradients) / error(alone[1]):.2f} of one bf16 process")
+        assert error(gradients) <= 1.5 * error(alone[1])
+        assert abs(loss / exact[0] - 1) <= max(1.5 * abs(alone[0] / exact[0] - 1), 1e-3)
+
+
+def heads_of_half_a_model(method: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Tensor parallelism's attention: half of the heads in every projection, the configuration unchanged."""
+    model = model_of(MODELS["llama"])
+    halve(model)
+    apply_context_parallel(model, dist.group.WORLD, method)
+    loss, gradients = totals(model, micro_batches(24))
+    summed = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(summed)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return float(summed), gradients
+
+
+def halve(model: Any) -> None:
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight = torch.nn.Parameter(projection.weight.detach().chunk(2)[0].clone())
+        attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight.detach().chunk(2, dim=1)[0].clone())
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_heads_are_those_of_the_tensors(method: str) -> None:
+    model = model_of(MODELS["llama"])
+    halve(model)
+    check(run_processes(2, heads_of_half_a_model, method), totals(model, micro_batches(24)))
+
+
+def outside() -> tuple[bool, str]:
+    """Whether whole sequences outside of a context give the plain model's logits, and what a wrong part gives."""
+    batch = micro_batches(24)[0]
+    model = model_of(MODELS["llama"])
+    with torch.no_grad():
+        expected = model(**forward_kwargs(model, batch)).logits
+        apply_context_parallel(model, dist.group.WORLD, "ring")
+        same = torch.equal(model(**forward_kwargs(model, batch)).logits, expected)
+        with context_of(model, batch):
+            try:
+                model(**forward_kwargs(model, batch))
+            except RuntimeError as error:
+                return same, str(error)
+    return same, ""
+
+
+def test_outside_of_a_context_the_model_is_the_plain_one() -> None:
+    for same, message in run_processes(2, outside):
+        assert same
+        assert "hand the model what context_of gives" in message
+
+
+def refused(config: ModelConfig) -> str:
+    model = model_of(config)
+    apply_context_parallel(model, dist.group.WORLD, "ring")
+    try:
+        totals(model, [{name: value[:, :24] % VOCABULARY for name, value in micro_batches(24)[0].items()}])
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def test_attention_that_is_not_computed_is_refused() -> None:
+    window = ModelConfig(name="m", type="mistral", config={**MODELS["llama"].config, "sliding_window": 8})
+    assert "sliding_window=8" in run_processes(2, refused, window)[0]
+    capped = ModelConfig(name="g", type="gemma2", config={**MODELS["llama"].config, "head_dim": 8})
+    assert "softcap" in run_processes(2, refused, capped)[0]
+    dropping = ModelConfig(name="l", type="llama", config={**MODELS["llama"].config, "attention_dropout": 0.1})
+    assert "dropout" in run_processes(2, refused, dropping)[0]

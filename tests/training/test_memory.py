@@ -1,0 +1,51 @@
+"""Oracle: closed forms of what a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.memory import out_of_memory
+
+
+class Model(torch.nn.Module):
+    """One matrix of 32 MiB; partitioned, its parameter is empty."""
+
+    def __init__(self, partitioned: bool) -> None:
+        super().__init__()
+        self.weight: Any = torch.nn.Parameter(torch.empty(0 if partitioned else 1 << 23, device="meta"))
+        if partitioned:
+            self.weight.ds_numel = 1 << 23
+
+        class Config:
+            hidden_size = num_hidden_layers = 1
+
+            def get_text_config(self) -> Config:
+                return self
+
+        self.config = Config()
+
+
+def said(stage: int, partitioned: bool) -> str:
+    config, _ = compose([f"strategy=zero{stage}", "model=llama_tiny", "data.seq_len=1"])
+    config = replace(config, trainer=replace(config.trainer, devices=4, accelerator="cpu"))
+    model = Model(partitioned)
+    dims, plan = ParallelDims(dp_shard=4), BatchPlan(4, 4, 1)
+    return str(out_of_memory(MemoryError("no"), 1, config, dims, plan, model, {}))
+
+
+def test_a_partitioned_model_is_counted() -> None:
+    text = said(3, partitioned=True)
+    assert "the largest part is optimizer, about 16 MiB (weights 8 MiB, gradients 8 MiB" in text
+    assert "strategy=zero3" not in text
+
+
+def test_zero_1_and_2_shard_less() -> None:
+    assert "the largest part is weights, about 32 MiB (gradients 32 MiB, optimizer 16 MiB" in said(1, False)
+    assert "strategy=zero3 (saves about 48 MiB)" in said(1, False)
+    assert "(gradients 8 MiB, optimizer 16 MiB" in said(2, False)
+    assert "strategy=zero3 (saves about 24 MiB)" in said(2, False)
