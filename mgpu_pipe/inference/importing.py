@@ -48,11 +48,12 @@ def fill_from_foreign(
     named = {name: tensor for name, tensor in named.items() if name not in rebuilt}
     model = materialise_empty(build_meta(replace(config, freeze=[])), "cpu")
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = read_tensors(
-        twin, {name: partial(_itself, tensor) for name, tensor in named.items()}, parameters,
-        {name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        lambda name, tensor: parameters[name].data.copy_(tensor),
-    )
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        parameters[name].data.copy_(tensor)
+
+    held = {name: partial(_itself, tensor) for name, tensor in named.items()}
+    found = read_tensors(twin, held, parameters, {name: tuple(p.shape) for name, p in parameters.items()}, take)
     unexpected |= {prefix + name for name in found["unexpected_keys"]}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     mismatched = [
