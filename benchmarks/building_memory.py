@@ -97,11 +97,10 @@ def save_model(folder: str) -> None:
 
     from mgpu_pipe.config.schema import ModelConfig
     from mgpu_pipe.models.build import build_meta, materialise
-    from mgpu_pipe.models.save import save_pretrained_folder
 
     disable_progress_bar()
     model = materialise(build_meta(ModelConfig(type="llama", config=dict(SIZES))), 1, "cpu")
-    save_pretrained_folder(model, None, Path(folder))
+    model.save_pretrained(folder)
 
 
 def main() -> None:

@@ -212,6 +212,18 @@ def _export(words: list[str]) -> int:
     return export(words)
 
 
+def _import(words: list[str]) -> int:
+    from mgpu_pipe.inference.commands import import_weights
+
+    return import_weights(words)
+
+
+def _checkpoints(words: list[str]) -> int:
+    from mgpu_pipe.launch.checkpoints import checkpoints
+
+    return checkpoints(words)
+
+
 def _report(words: list[str]) -> int:
     from mgpu_pipe.report.commands import report
 
@@ -251,6 +263,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "eval": _eval,
     "generate": _generate,
     "export": _export,
+    "import": _import,
+    "checkpoints": _checkpoints,
     "report": _report,
     "ls": _ls,
     "schema": _schema,

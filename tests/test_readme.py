@@ -43,8 +43,8 @@ def shortened(command: str) -> list[str]:
         at = words.index("-m")
         return [sys.executable, "-m", "torch.distributed.run", *words[1:at], *words[at:], *SHORT]
     assert words[0] == "mgpu-pipe", command
-    verbs = {"ls", "check", "schema", "generate", "export", "eval", "report", "verify", "--help"}
-    return [sys.executable, "-m", "mgpu_pipe", *words[1:], *([] if words[1] in verbs else SHORT)]
+    verbs = {"ls", "check", "schema", "generate", "export", "import", "eval", "report", "verify", "checkpoints"}
+    return [sys.executable, "-m", "mgpu_pipe", *words[1:], *([] if words[1] in {*verbs, "--help"} else SHORT)]
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("make ")])

@@ -34,13 +34,17 @@ def check_folder(folder: Path, verify: Verify) -> Manifest:
     """
     manifest = read_manifest(folder)
     if verify == "full":
-        threads = min(_MAX_HASHING_THREADS, os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-hash") as pool:
+        with hashing_pool() as pool:
             for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), sorted(manifest.files.items())):
                 pass
     elif verify == "size":
         check_sizes(folder, manifest)
     return manifest
+
+
+def hashing_pool() -> ThreadPoolExecutor:
+    """Threads that read and hash files beside one another; hashlib lets go of the interpreter while it works."""
+    return ThreadPoolExecutor(min(_MAX_HASHING_THREADS, os.cpu_count() or 1), thread_name_prefix="checkpoint-hash")
 
 
 def _check_file(path: Path, record: FileRecord) -> None:

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.select import list_steps
+
+
+def kept(
+    steps: Sequence[int], keep_last: int, keep_every: int | None = None, best_steps: Sequence[int] = ()
+) -> Mapping[int, str]:
+    """The steps that stay, each with why: ``last``, ``every N`` or ``best``.
+
+    Args:
+        steps: whole checkpoints, ascending. The newest always stays; ``keep_last=0`` keeps all.
+    """
+    last = steps if keep_last == 0 else steps[-max(1, keep_last) :]
+    found = dict.fromkeys(last, "last")
+    if keep_every:
+        found.update({step: f"every {keep_every}" for step in steps if step % keep_every == 0 and step not in found})
+    found.update({step: "best" for step in best_steps if step in steps and step not in found})
+    return found
+
+
+def best(metrics: Mapping[int, float | None], count: int) -> list[int]:
+    """The ``count`` steps with the lowest metric, the best first; of equals the earlier. Steps without it do not count.
+    """
+    ranked = sorted((value, step) for step, value in metrics.items() if value is not None)
+    return [step for _, step in ranked[:count]]
 
 
 def prune(root: Path, keep_last: int, keep_every: int | None = None, best_steps: Sequence[int] = ()) -> list[int]:
@@ -25,10 +48,8 @@ def prune(root: Path, keep_last: int, keep_every: int | None = None, best_steps:
     if keep_last == 0:
         return []
     steps = [info.step for info in list_steps(root, verify="size") if info.valid]
-    kept = {*steps[-max(1, keep_last) :], *best_steps}
-    if keep_every:
-        kept.update(step for step in steps if step % keep_every == 0)
-    doomed = [step for step in steps if step not in kept]
+    staying = kept(steps, keep_last, keep_every, best_steps)
+    doomed = [step for step in steps if step not in staying]
     for step in doomed:
         layout.delete(root, step)
     return doomed

@@ -159,6 +159,9 @@ def _path_errors(config: RunConfig) -> list[ConfigError]:
         value = _get(config, key)
         if isinstance(value, str) and not Path(value).expanduser().exists():
             errors.append(ConfigError(key, value, "correct the path", "nothing is there"))
+        elif isinstance(value, str) and key != "data.chat_template" and _is_foreign(Path(value).expanduser()):
+            fix = f"make a folder of it by mgpu-pipe import --from {value} --out <folder> model=..."
+            errors.append(ConfigError(key, value, fix, "is another program's checkpoint"))
     tokenizer = config.data.tokenizer
     if tokenizer != "auto" and not Path(tokenizer).expanduser().exists():
         fix = "give a tokenizer folder or a tokenizer.json, or auto"
@@ -168,6 +171,11 @@ def _path_errors(config: RunConfig) -> list[ConfigError]:
         fix = choose_from(resume, ["none", "auto"]) + ", or give a run or step folder"
         errors.append(ConfigError("checkpoint.resume", resume, fix, "no such folder"))
     return errors
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether this is a torch file or DeepSpeed's folder."""
+    return path.is_file() or any(any(path.glob(pattern)) for pattern in ("*_optim_states.pt", "*/*_optim_states.pt"))
 
 
 def _model_choice(config: RunConfig) -> list[ConfigError]:

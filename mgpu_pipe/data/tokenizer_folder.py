@@ -52,6 +52,29 @@ def stop_tokens(folder: Path) -> tuple[str, ...]:
     return tuple(entry["content"] for entry in added if entry.get("special"))
 
 
+def token_differences(one: Path, other: Path) -> list[str]:
+    """Ids that stand for different tokens in two tokenizer folders; none where either keeps no tokenizer.json.
+
+    A tokenizer that only adds tokens to another gives no difference.
+    """
+    if not all((folder / TOKENIZER).is_file() for folder in (one, other)):
+        return []
+    a, b = _tokens(one), _tokens(other)
+    return [f"{number} is {a[number]!r} there and {b[number]!r} here" for number in sorted(a.keys() & b.keys())
+            if a[number] != b[number]]  # fmt: skip
+
+
+def _tokens(folder: Path) -> dict[int, str]:
+    """The token of every id; a Unigram model lists them in order."""
+    content = json_file(folder / TOKENIZER)
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):
+        found = {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+    else:
+        found = {int(number): token for token, number in vocabulary.items()}
+    return {**found, **{int(entry["id"]): entry["content"] for entry in content.get("added_tokens") or []}}
+
+
 def json_file(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from mgpu_pipe.config.arguments import VerbParser, byte_size, non_negative, positive_int, share
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError
-from mgpu_pipe.inference.load import LoadedRun, load_run, newest_run
+from mgpu_pipe.inference.load import LoadedRun, load_run, newest_run, open_model
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
@@ -31,10 +31,10 @@ def generate(argv: Sequence[str]) -> int:
     """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation."""
     parser = _parser("generate", "Continue prompts.")
     parser.add_argument("--prompt", action="append", help="text to continue; repeatable; default: standard input")
-    parser.add_argument("--max-new-tokens", type=_positive_int, default=64)
-    parser.add_argument("--temperature", type=_non_negative, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=_positive_int, help="draw among so many likeliest tokens")
-    parser.add_argument("--top-p", type=_share, help="draw among the likeliest tokens of this total probability")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=64)
+    parser.add_argument("--temperature", type=non_negative, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top-k", type=positive_int, help="draw among so many likeliest tokens")
+    parser.add_argument("--top-p", type=share, help="draw among the likeliest tokens of this total probability")
     parser.add_argument("--seed", type=int, default=0)
     return _told(lambda: _generate(parser.parse_args(argv)))
 
@@ -42,19 +42,38 @@ def generate(argv: Sequence[str]) -> int:
 def export(argv: Sequence[str]) -> int:
     """``mgpu-pipe export [FOLDER] --out FOLDER``: a Hugging Face folder, proved to load before it gets its name."""
     parser = _parser("export", "Write a Hugging Face model folder.")
-    parser.add_argument("--out", required=True, type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="type of the weights")
-    parser.add_argument("--force", action="store_true", help="replace an existing model folder")
+    _writing(parser)
     return _told(lambda: _export(parser.parse_args(argv)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{self.prog}: {message}; see {self.prog} --help")
+def import_weights(argv: Sequence[str]) -> int:
+    """``mgpu-pipe import --from PATH --out FOLDER model=... [model.KEY=VALUE ...]``: a Hugging Face folder."""
+    parser = VerbParser(
+        prog="mgpu-pipe import",
+        description="Write another program's weights (a Lightning or torch file, a DeepSpeed ZeRO folder) as a Hugging "
+        "Face folder, for model.path, checkpoint.init_from and every other program.",
+    )
+    parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="checkpoint to read")
+    parser.add_argument("overrides", nargs="*", metavar="model.KEY=VALUE", help="the model that was trained")
+    parser.add_argument("--prefix", default="", help="what stands before the model's own names, e.g. model.")
+    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN",
+                        help="tensors to leave out, e.g. 'metric.*'; repeatable")  # fmt: skip
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put beside the weights")
+    parser.add_argument("--trust", action="store_true", help="run the code that a DeepSpeed folder's pickles bring")
+    _writing(parser)
+    return _told(lambda: _import(parser.parse_args(argv)))
+
+
+def _writing(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a verb that writes a model folder."""
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="type of the weights")
+    parser.add_argument("--max-shard-size", type=byte_size, metavar="SIZE", help="of a weight file; default 5GB")
+    parser.add_argument("--force", action="store_true", help="replace an existing model folder")
 
 
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"mgpu-pipe {verb}", description=description, allow_abbrev=False)
+    parser = VerbParser(prog=f"mgpu-pipe {verb}", description=description)
     parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
     parser.add_argument("--device", default="auto", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")
     return parser
@@ -195,32 +214,39 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export import export_folder
 
-    arguments.device = "cpu"
-    run = _open(arguments)
-    out = export_folder(run, arguments.out.expanduser(), arguments.dtype, arguments.force)
+    _quiet()
+    run = open_model(arguments.folder if arguments.folder is not None else newest_run())
+    out = export_folder(run, arguments.out.expanduser(), arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")
     print(f'load it: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
 
 
-def _positive_int(text: str) -> int:
-    return int(_number(text, int, lambda value: value >= 1, "use a whole number of at least 1"))
+def _import(arguments: argparse.Namespace) -> None:
+    import tempfile
 
+    from mgpu_pipe.config.compose import compose
 
-def _non_negative(text: str) -> float:
-    return _number(text, float, lambda value: value >= 0, "use a number of at least 0")
+    strange = [text for text in arguments.overrides if not text.lstrip("+").startswith(("model.", "model="))]
+    if strange:
+        raise BadInputError(f"{strange[0]}: import takes model overrides only, e.g. model=llama_tiny")
+    if not arguments.overrides:
+        raise BadInputError("import: say which model it is, e.g. model=llama_tiny, or model=hf model.path=<folder>")
+    if arguments.tokenizer is not None and not arguments.tokenizer.is_dir():
+        raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
+    model = compose(arguments.overrides)[0].model
+    out = arguments.out.expanduser()
+    _quiet()
+    from mgpu_pipe.inference.export import check_target, export_folder
+    from mgpu_pipe.inference.foreign import read_weights
+    from mgpu_pipe.inference.importing import fill_from_foreign
 
-
-def _share(text: str) -> float:
-    return _number(text, float, lambda value: 0 < value <= 1, "use a number above 0 and at most 1")
-
-
-def _number(text: str, kind: type[int] | type[float], fits: Callable[[float], bool], fix: str) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not fits(value):
-        raise argparse.ArgumentTypeError(f"{text}: {fix}")
-    return value
+    check_target(out, arguments.force)
+    source = arguments.source.expanduser()
+    with tempfile.TemporaryDirectory(prefix="mgpu-pipe-import-") as scratch:
+        weights = read_weights(source, arguments.trust, Path(scratch))
+        stored = fill_from_foreign(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
+        export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
+    print(f"imported {source} to {out} ({len(weights)} tensors, {arguments.dtype}; logits compared)")
+    print(f"train on: mgpu-pipe model=hf model.path={out}")

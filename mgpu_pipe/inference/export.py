@@ -11,32 +11,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.errors import BadInputError, MgpuError
-from mgpu_pipe.inference.load import LoadedRun
+from mgpu_pipe.inference.load import Read, StoredModel
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 PROBE_ROWS, PROBE_TOKENS = 2, 32
 Dtype = Literal["fp32", "bf16"]
 
 
-def export_folder(run: LoadedRun, out: Path, dtype: Dtype = "fp32", force: bool = False) -> Path:
+def export_folder(
+    stored: StoredModel, out: Path, dtype: Dtype = "fp32", force: bool = False, max_shard_bytes: int | None = None
+) -> Path:
     """Write ``out``; what was there before stays until the new folder is proved.
 
+    Weights go from the checkpoint to the shards a few tensors at a time, and the logits that the folder is held
+    against are computed a block at a time: this process never holds the model. The process that proves it does.
+
     Args:
-        run: loaded on CPU; its parameters are cast in place to ``dtype``.
         force: replace an existing model folder.
+        max_shard_bytes: of a weight file; None takes the Hub's 5 GB.
 
     Raises:
-        BadInputError: ``out`` exists (without ``force``, or is no model folder), or cannot be written.
+        BadInputError: ``out`` exists (without ``force``, or is no model folder), or cannot be written; of its kinds,
+            CheckpointError for a damaged step.
         MgpuError: the folder written does not give the same logits.
     """
     import torch
-    from safetensors import SafetensorError
 
-    from mgpu_pipe.models.save import save_pretrained_folder
+    from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, write_model_folder
+    from mgpu_pipe.models.save import write_tokenizer
 
-    _check_target(out, force)
+    check_target(out, force)
     partial = out.with_name(out.name + ".partial")
     try:
         if partial.exists():
@@ -46,18 +53,24 @@ def export_folder(run: LoadedRun, out: Path, dtype: Dtype = "fp32", force: bool 
         raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
     try:
         weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
-        from_scratch = run.config is not None and run.config.model.path is None
-        save_pretrained_folder(run.model, run.tokenizer_folder, partial, weights_type, from_scratch)
-        _prove(run.model, partial)
+        write_model_folder(stored.model, stored.read, partial, weights_type, max_shard_bytes or MAX_SHARD_BYTES)
+        if stored.tokenizer_folder is not None:
+            write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens)
+        _prove(stored.model, stored.read, weights_type, partial)
         _put_in_place(partial, out)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
 
 
-def _check_target(out: Path, force: bool) -> None:
+def check_target(out: Path, force: bool) -> None:
+    """Refuse an ``out`` that must not be replaced.
+
+    Raises:
+        BadInputError: it exists, and is no model folder or ``force`` is off.
+    """
     if not out.exists():
         return
     if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
@@ -66,16 +79,17 @@ def _check_target(out: Path, force: bool) -> None:
         raise BadInputError(f"--out={out}: exists already; choose another folder, or replace it with --force")
 
 
-def _prove(model: PreTrainedModel, folder: Path) -> None:
+def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path) -> None:
     """Have a fresh process load the folder and compare its logits with the model's."""
     import torch
     from safetensors.torch import save_file
 
+    from mgpu_pipe.inference.by_blocks import logits_by_blocks
+
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
-    with torch.no_grad():
-        logits = model.eval()(input_ids=ids, use_cache=False).logits.float().contiguous()
+    logits = logits_by_blocks(model, read, ids, dtype).float().contiguous()
     package = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as scratch:

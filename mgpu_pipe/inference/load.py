@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,12 @@ from mgpu_pipe.errors import BadInputError
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from mgpu_pipe.checkpoint.boxes import Piece
+    from mgpu_pipe.checkpoint.load import CheckpointReader
+
+Read = Callable[[str, "torch.dtype"], "torch.Tensor"]
+"""Gives a parameter or buffer of the module, whole, on the host, in a type."""
 
 
 @dataclass
@@ -42,6 +49,23 @@ class LoadedRun:
         return load_tokenizer(self.tokenizer_folder)
 
 
+@dataclass
+class StoredModel:
+    """A model whose weights are read one at a time."""
+
+    model: PreTrainedModel
+    """Parameters on the meta device, buffers real, in evaluation mode."""
+    read: Read
+    source: Path
+    """The step's folder, or the Hugging Face folder."""
+    tokenizer_folder: Path | None
+    config: RunConfig | None
+    """The run's frozen configuration; None for a Hugging Face folder."""
+    step: int | None
+    adopts_special_tokens: bool = False
+    """The model's own configuration does not say where texts end: the tokenizer does."""
+
+
 def newest_run(root: Path = Path("outputs")) -> Path:
     """The run under ``root`` whose newest checkpoint is the latest.
 
@@ -61,17 +85,20 @@ def load_run(path: Path | str, device: torch.device | str = "cpu") -> LoadedRun:
         BadInputError: the folder is none of these; of its kinds, CheckpointError for a damaged step and
             ModelFolderError for a model folder that is not whole.
     """
+    folder = _existing(path)
+    return (_load_model_folder if (folder / "config.json").is_file() else _load_checkpoint)(folder, device)
+
+
+def _existing(path: Path | str) -> Path:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise BadInputError(f"{path}: no such folder; give a run's, step's or Hugging Face model's folder")
-    if (folder / "config.json").is_file():
-        return _load_model_folder(folder, device)
-    is_run = RunPaths(folder).config.is_file() or RunPaths(folder).checkpoints.is_dir()
-    if not is_run and not (folder / "manifest.json").exists():
+    known = [RunPaths(folder).config, RunPaths(folder).checkpoints, folder / "manifest.json", folder / "config.json"]
+    if not any(entry.exists() for entry in known):
         raise BadInputError(
             f"{path}: neither a run's folder (checkpoints/), a step's (manifest.json) nor a model's (config.json)"
         )
-    return _load_checkpoint(folder, device)
+    return folder
 
 
 def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
@@ -82,26 +109,84 @@ def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
 
 
 def _load_checkpoint(folder: Path, device: torch.device | str) -> LoadedRun:
-    from mgpu_pipe.checkpoint.boxes import Box, Piece
+    from mgpu_pipe.models.build import materialise_empty
+
+    stored, reader = _open_checkpoint(folder)
+    model = materialise_empty(stored.model, "cpu")
+    reader.read([_whole(name, parameter.data) for name, parameter in model.named_parameters()], "model")
+    model.to(device)  # type: ignore[arg-type]
+    return LoadedRun(model.eval(), stored.source, stored.tokenizer_folder, stored.config, stored.step)
+
+
+def open_model(path: Path | str) -> StoredModel:
+    """Open what :func:`load_run` opens, without holding its weights; of a Hugging Face folder they are held.
+
+    Raises:
+        BadInputError: as :func:`load_run`.
+    """
+    folder = _existing(path)
+    if not (folder / "config.json").is_file():
+        return _open_checkpoint(folder)[0]
+    from mgpu_pipe.models.build import build_meta
+
+    loaded = _load_model_folder(folder, "cpu")
+    twin = _with_buffers(build_meta(ModelConfig(name=folder.name, path=str(folder))))
+    return StoredModel(twin, read_from(loaded.model), folder, loaded.tokenizer_folder, None, None)
+
+
+def read_from(model: PreTrainedModel) -> Read:
+    """Reads from a model that is whole in memory."""
+    state = model.state_dict()
+
+    def read(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return state[name].to(dtype)
+
+    return read
+
+
+def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
+    """A step's weights, read on demand: every chunk is checked when it is read."""
+    import torch
+
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
-    from mgpu_pipe.models.build import build_meta, materialise_empty
+    from mgpu_pipe.models.build import build_meta
 
     step_folder = resolve_source(folder, key="folder")
     config = load_frozen(step_folder / "config.yaml")
-    model = materialise_empty(build_meta(config.model), "cpu")
+    model = _with_buffers(build_meta(config.model))
     reader = CheckpointReader(step_folder)
-    pieces = [
-        Piece(Box.whole(name, tuple(parameter.shape)), tuple(parameter.shape), parameter.data)
-        for name, parameter in model.named_parameters()
-    ]
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
-    reader.read(pieces, "model")
-    run = step_folder.parents[1]
-    model.to(device)  # type: ignore[arg-type]
-    return LoadedRun(
-        model.eval(), step_folder, _tokenizer_folder(RunPaths(run).tokenizer), config, reader.manifest.step
-    )
+    first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+    stored_as = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers())
+
+    def read(name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name in buffers:  # not stored, for they follow from the configuration
+            return buffers[name].to(dtype)
+        tensor = torch.empty(reader.shape(stored_as[name]), dtype=dtype)
+        reader.read([_whole(stored_as[name], tensor)], "model")
+        return tensor
+
+    tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)
+    return StoredModel(
+        model, read, step_folder, tokenizer, config, reader.manifest.step, config.model.path is None
+    ), reader
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Piece:
+    from mgpu_pipe.checkpoint.boxes import Box, Piece
+
+    shape = tuple(tensor.shape)
+    return Piece(Box.whole(name, shape), shape, tensor)
+
+
+def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """A meta model with real buffers, in evaluation mode."""
+    from mgpu_pipe.models.build import materialise_buffers, recipe_of
+
+    materialise_buffers(model, recipe_of(model), "cpu")
+    return model.eval()
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:

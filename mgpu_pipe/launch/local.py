@@ -21,7 +21,7 @@ from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.lock import RunLock
 from mgpu_pipe.launch.preparing import showing_preparation
-from mgpu_pipe.launch.resume import check_resume, resume_step
+from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
 from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
@@ -172,6 +172,9 @@ def announce_resume(config: RunConfig, prepared: PreparedData, paths: RunPaths, 
         for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
             print(f"note: {notice}", file=sys.stderr)
         print(f"resuming from {step}", file=sys.stderr, flush=True)
+    elif config.checkpoint.init_from is not None:
+        for notice in check_init_from(config, prepared):
+            print(f"note: {notice}", file=sys.stderr)
 
 
 def threads_per_worker(config: RunConfig, workers: int) -> int:

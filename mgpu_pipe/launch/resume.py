@@ -12,6 +12,7 @@ from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
 from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.training.length import run_length
 
@@ -69,10 +70,12 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
             for name, now, then in _differences(key, new, old)
         ]  # fmt: skip
     if not errors and read_state(step, manifest, "off").get("data_digest") != prepared.digest:
-        changed = ", ".join(name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data)))
+        changed = [name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data))]
+        tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
+        changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
         errors.append(
             ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from",
-                        f"the data is not what it was trained on ({changed or 'the files or the tokenizer changed'})")
+                        f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})")
         )  # fmt: skip
     if errors:
         raise ConfigErrors(errors)
@@ -81,6 +84,48 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
         for key in TOLD
         for name, now, then in _differences(key, _at(config, key), _at(before, key))
     ]
+
+
+def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
+    """Compare this run with what trained the weights of ``checkpoint.init_from``.
+
+    Returns:
+        Notices of model settings that differ and that no tensor's shape shows.
+
+    Raises:
+        ConfigErrors: another type of model, or a tokenizer that gives other ids.
+        CheckpointError: no whole checkpoint there.
+    """
+    source = Path(str(config.checkpoint.init_from)).expanduser()
+    errors: list[BadInputError] = []
+    notices: list[str] = []
+    if (source / "config.json").exists() and not (source / "manifest.json").exists():
+        kept = source
+    else:
+        step = resolve_source(source, config.checkpoint.on_corruption, "size", key="checkpoint.init_from")
+        kept = RunPaths(step.parents[1]).tokenizer
+        before = load(step / "config.yaml")
+        if config.model.path is None and before.model.path is None:
+            if config.model.type != before.model.type:
+                errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}",
+                                          f"the weights of {step} are a {before.model.type}'s"))  # fmt: skip
+            notices = [
+                f"starting from weights trained with {name}={then} (now {now})"
+                for name, now, then in _differences("model.config", config.model.config, before.model.config)
+            ]
+    tokens = token_differences(kept, prepared.tokenizer_folder)
+    if tokens:
+        errors.append(ConfigError(
+            "data.tokenizer", config.data.tokenizer, f"use data.tokenizer={kept.absolute()}",
+            f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})",
+        ))  # fmt: skip
+    if errors:
+        raise ConfigErrors(errors)
+    return notices
+
+
+def _listed(texts: list[str], shown: int = 3) -> str:
+    return "; ".join(texts[:shown]) + (f"; and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
 def _at(config: RunConfig, key: str) -> object:

@@ -1,15 +1,22 @@
-"""Writes a plain Hugging Face folder that ``from_pretrained`` loads."""
+"""What a plain Hugging Face folder holds besides its weights, and which of a model's tensors make which of its.
+
+transformers' modules may hold tensors that its folders keep under other names, or cut differently (the experts of a
+mixture). Its own conversion, run on meta tensors, says which; so weights can be written a few at a time.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
+from mgpu_pipe.models.build import REFUSALS, tied_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,43 +26,83 @@ TOKENIZER_FILES = (
     "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
+_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 
-def save_pretrained_folder(
-    model: PreTrainedModel, tokenizer_folder: Path | None, out: Path, dtype: torch.dtype | None = None,
-    adopt_special_tokens: bool = False,
-) -> None:
-    """Write configuration, safetensors weights (under Hugging Face's own names) and tokenizer into ``out``.
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """Tensors of the module that are converted together, and the folder's tensors that come out."""
+
+    sources: tuple[str, ...]
+    outputs: Shapes
+
+
+def saved_groups(model: PreTrainedModel) -> list[SavedGroup]:
+    """How the tensors of ``model`` (meta is enough) are written, in the order of its modules; of tied ones the first.
+
+    Most tensors are written alone; those that transformers merges are grouped by their block.
+    """
+    tied = tied_sources(model)
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or [])
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
+              if name not in ignored and tied.get(name, name) == name}  # fmt: skip
+    whole = _converted_shapes(model, list(shapes)) or {}
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        alone = _converted_shapes(model, [name])
+        complete = alone is not None and all(whole.get(key) == shape for key, shape in alone.items())
+        block = _BLOCK.match(name)
+        groups.setdefault(name if complete else block[0] if block else "", []).append(name)
+    found = [SavedGroup(tuple(names), _converted_shapes(model, names) or {}) for names in groups.values()]
+    outputs = [(name, shape) for group in found for name, shape in group.outputs.items()]
+    if len(outputs) != len(whole) or dict(outputs) != whole:  # merged over blocks: all at once
+        return [SavedGroup(tuple(shapes), whole)]
+    return found
+
+
+def _converted_shapes(model: PreTrainedModel, names: list[str]) -> Shapes | None:
+    """Names and shapes that the conversion of ``names`` gives; None where it needs further tensors."""
+    state = model.state_dict()
+    try:
+        done = convert_for_saving(model, {name: state[name].to("meta") for name in names})
+    except REFUSALS:
+        return None
+    return {name: tuple(tensor.shape) for name, tensor in done.items()}
+
+
+def convert_for_saving(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The folder's tensors, under its names, that the module's ``tensors`` make."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return converted
+
+
+def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype) -> None:
+    """Write ``config.json`` and ``generation_config.json`` for weights of ``dtype``."""
+    config = copy.deepcopy(model.config)
+    config.use_cache = True  # training turns the key-value cache off; who loads the folder wants it
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(str(out))
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(str(out))
+
+
+def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: bool) -> None:
+    """Copy the tokenizer's files.
 
     Args:
-        model: whole, with real weights; its parameters are cast in place where ``dtype`` is given.
-        tokenizer_folder: where the tokenizer's files lie; None writes none.
-        dtype: type of the weights written; None keeps the model's.
-        adopt_special_tokens: write the tokenizer's special ids into the configurations, for a model that was not
-            made from a folder whose own configuration says where texts end.
+        adopt_special_tokens: write its special ids into the configurations, for a model that was not made from a
+            folder whose own configuration says where texts end.
     """
-    if dtype is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
-    with _cache_in_config(model):
-        model.save_pretrained(out)
-    if tokenizer_folder is not None:
-        for name in TOKENIZER_FILES:
-            if (tokenizer_folder / name).is_file():
-                shutil.copyfile(tokenizer_folder / name, out / name)
-        if adopt_special_tokens:
-            _adopt_special_tokens(out)
-
-
-@contextmanager
-def _cache_in_config(model: PreTrainedModel) -> Iterator[None]:
-    """Training turns the key-value cache off; who loads the folder wants it."""
-    before = model.config.use_cache
-    model.config.use_cache = True
-    try:
-        yield
-    finally:
-        model.config.use_cache = before
+    for name in TOKENIZER_FILES:
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, out / name)
+    if adopt_special_tokens:
+        _adopt_special_tokens(out)
 
 
 def _adopt_special_tokens(out: Path) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,27 +114,47 @@ def read_folder(
     from safetensors import safe_open
 
     folder = _checked_folder(source)
-    twin = build_meta(replace(source, freeze=[]))
     with ExitStack() as stack:
-        files = {name: stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)}
-        held = {key: file for file in files.values() for key in file.keys()}  # noqa: SIM118
-        sources, unexpected = _sources(twin, list(held))
-        mismatched = set()
-        taken = _convert(twin, sources, held, shapes, take)
-        for name, made_of in sources.items():
-            if name not in shapes or made_of.converted:
-                continue  # a buffer; or done already
-            stored = held[made_of.keys[0]].get_slice(made_of.keys[0])
-            if tuple(stored.get_shape()) == shapes[name]:
-                take(name, stored)
-                taken.add(name)
-            else:
-                mismatched.add(name)
+        files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
+        held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
+        found = read_tensors(build_meta(replace(source, freeze=[])), held, parameters, shapes, take)
+    check_loading(folder, found, set())
+
+
+def read_tensors(
+    twin: PreTrainedModel, held: Mapping[str, Callable[[], Any]], parameters: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]], take: Take,
+) -> dict[str, set[str]]:
+    """Show ``take`` every parameter that can be made of tensors under a folder's names, or the modules' own.
+
+    Args:
+        twin: the same model on the meta device, not split.
+        held: opens a tensor by its name: a whole one, or a slice of a safetensors file.
+        parameters, shapes: as :func:`read_folder`'s.
+
+    Returns:
+        What did not find its place: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
+    """
+    sources, unexpected = _sources(twin, list(held))
+    mismatched = set()
+    taken = _convert(twin, sources, held, shapes, take)
+    for name, made_of in sources.items():
+        if name not in shapes or made_of.converted:
+            continue  # a buffer; or done already
+        stored = held[made_of.keys[0]]()
+        if _shape_of(stored) == shapes[name]:
+            take(name, stored)
+            taken.add(name)
+        else:
+            mismatched.add(name)
     done = {id(parameters[name]) for name in taken | mismatched}
     first_names = {id(parameter): name for name, parameter in list(parameters.items())[::-1]}
     missing = {name for key, name in first_names.items() if key not in done}
-    found = {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
-    check_loading(folder, found, set())
+    return {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+
+
+def _shape_of(stored: Any) -> tuple[int, ...]:
+    return tuple(stored.shape if isinstance(stored, torch.Tensor) else stored.get_shape())
 
 
 def _checked_folder(source: ModelConfig) -> Path:
@@ -169,7 +190,7 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 
 def _convert(
-    twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Any],
+    twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Callable[[], Any]],
     shapes: Mapping[str, tuple[int, ...]], take: Take,
 ) -> set[str]:
     """Show what transformers makes of several tensors, one parameter at a time; names of what came out."""
@@ -181,7 +202,7 @@ def _convert(
     for name, made_of in sources.items():
         if not made_of.converted or name not in shapes:
             continue
-        tensors = {key: held[key].get_slice(key) for key in made_of.keys}
+        tensors = {key: held[key]() for key in made_of.keys}
         mapping: Any = get_model_conversion_mapping(twin)
         options = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32, device_map={"": "cpu"})
         with _no_progress_bar():

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
+from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.errors import EXIT_OK, BadInputError, RunFolderError
+from mgpu_pipe.errors import EXIT_OK, RunFolderError
 from mgpu_pipe.report.run_view import find_runs
 
 OUTPUTS = Path("outputs")
 COMPARISON = "comparison.html"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"mgpu-pipe report: {message}; see mgpu-pipe report --help")
 
 
 def report(argv: list[str]) -> int:
@@ -28,16 +22,15 @@ def report(argv: list[str]) -> int:
     Raises:
         BadInputError: a folder is no run's, there is no run, or the file cannot be written.
     """
-    parser = _Parser(
+    parser = VerbParser(
         prog="mgpu-pipe report",
         description="Write report.html of a run, or a comparison of several, as one file that needs no network.",
     )
     parser.add_argument("run", nargs="*", type=Path, metavar="RUN", help="a run's folder; none: the newest in outputs/")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or outputs/")
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as ended:  # after --help
-        return int(ended.code or 0)
+    options = parse(parser, argv)
+    if options is None:
+        return EXIT_OK
     runs = [RunPaths(folder) for folder in dict.fromkeys(options.run)] or [_newest()]
     out = options.out or (runs[0].report if len(runs) == 1 else OUTPUTS / COMPARISON)
     if options.out is None and len(runs) > 1:

@@ -77,7 +77,7 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
     _print_samples(summary)
     for name, value in paths.items():
         if value:
-            _print_whole(_console(), f"{name:<15}{value}")
+            print_whole(make_console(), f"{name:<15}{value}")
 
 
 def _peak(value: object) -> float:
@@ -109,11 +109,11 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
             _clock(view.wall_s),
         )
         table.add_row(str(position), Text("\n".join([*named, *apart])), Text(view.status), *figures)
-    console = _console()
+    console = make_console()
     console.print(table)
     console.print()
     for position, view in enumerate(views, 1):
-        _print_whole(console, f"{position:>{len(str(len(views)))}}  {_near(view.paths.root)}")
+        print_whole(console, f"{position:>{len(str(len(views)))}}  {near(view.paths.root)}")
 
 
 def _model_line(config: RunConfig, parameters: int | None) -> str:
@@ -184,21 +184,21 @@ def _print_perplexity(summary: Mapping[str, Any]) -> None:
         if reached >= unigram:
             columns[-1] = f"{numbers.figure(reached / unigram, 3)} x higher"
     table.add_row("(lower is better)", *columns)
-    _console().print(table)
+    make_console().print(table)
 
 
 def _print_samples(summary: Mapping[str, Any]) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    console = _console()
+    console = make_console()
     listed = summary.get("samples")
     for sample in listed if isinstance(listed, list) else []:
         prompt, text = str(_mapping(sample).get("prompt") or ""), str(_mapping(sample).get("text") or "")
-        written = _printable(text.removeprefix(prompt))
+        written = printable(text.removeprefix(prompt))
         shown = written if len(written) <= LONGEST_SAMPLE else written[:LONGEST_SAMPLE] + " ..."
         console.print(Text("sample", style="bold"))
-        console.print(Padding(Text.assemble((_printable(prompt), "bold cyan"), shown), (0, 0, 1, 2)))
+        console.print(Padding(Text.assemble((printable(prompt), "bold cyan"), shown), (0, 0, 1, 2)))
 
 
 def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
@@ -209,26 +209,26 @@ def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column(style="bold", no_wrap=True, min_width=13)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(_printable(value)))
-    console = _console()
+        table.add_row(Text(name), Text(printable(value)))
+    console = make_console()
     console.rule(Text(title, style="bold"), align="left", characters="─" if console.encoding == "utf-8" else "-")
     console.print(table)
     console.print()
 
 
-def _print_whole(console: Console, line: str) -> None:
+def print_whole(console: Console, line: str) -> None:
     """Print a line that is longer than the terminal is wide unbroken, so that its path can be copied."""
     from rich.text import Text
 
-    console.print(Text(_printable(line)), soft_wrap=True)
+    console.print(Text(printable(line)), soft_wrap=True)
 
 
-def _near(folder: Path) -> Path:
+def near(folder: Path) -> Path:
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_absolute() and folder.is_relative_to(here) else folder
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """``text`` without control characters: a model can write escape sequences, a terminal would follow them."""
     return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in text)
 
@@ -252,7 +252,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _console() -> Console:
+def make_console() -> Console:
     from rich.console import Console
 
     return Console(file=sys.stdout, highlight=False, emoji=False)

@@ -28,6 +28,7 @@ from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError, NonFiniteError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
+from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
@@ -96,6 +97,9 @@ def train(
     total_steps = _horizon(config, reader, max_steps)
 
     model, fill = _build_model(config, device, sharded=_reads_slices(config, dims))
+    settings = model_settings(model.config)
+    if reader is not None:
+        require_model_settings(reader.state.get("model_config"), settings, reader.folder)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
@@ -120,6 +124,7 @@ def train(
             "precision": precision,
             "data_digest": prepared.digest,
             "config_hash": config_hash(config),
+            "model_config": settings,
         },
     )
     writer = _metrics_writer(paths, start_step) if rank == 0 else None

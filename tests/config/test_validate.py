@@ -72,6 +72,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
         (["checkpoint.resume=auot"], "did you mean auto?"),
         (["checkpoint.init_from=/nothing/here"], "nothing is there"),
+        (["checkpoint.init_from=/etc/passwd"], "mgpu-pipe import --from /etc/passwd --out"),
         (["data.tokenizer=/nothing/here"], "give a tokenizer folder"),
         (["optimizer._target_=os.system"], "not a class; use a subclass of torch.optim.Optimizer"),
         (["optimizer.options.lr=1"], "set optimizer.lr instead"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.data.tokenizer_folder import token_differences
 from mgpu_pipe.errors import ConfigErrors
-from mgpu_pipe.launch.resume import check_resume
+from mgpu_pipe.launch.resume import check_init_from, check_resume
 
 STEP = 4
 Change = Callable[[RunConfig], None]
@@ -97,8 +101,58 @@ def test_other_data_is_refused(config: RunConfig, step: Path) -> None:
         check_resume(other, prepare(other), step)
 
 
+def test_another_tokenizer_is_refused_with_the_tokens_that_differ(
+    config: RunConfig, prepared: PreparedData, step: Path, tmp_path: Path
+) -> None:
+    tokenizer_folder(tmp_path / "tokenizer", ["other"])
+    told = r"not what it was trained on \(the tokenizer: 0 is 'other' there and .* here\)"
+    with pytest.raises(ConfigErrors, match=told):
+        check_resume(config, replace(prepared, digest="of another tokenizer"), step)
+
+
 def test_another_runs_end_leaves_nothing_to_train(config: RunConfig, prepared: PreparedData, step: Path) -> None:
     ended = changed(config, "trainer.max_steps", STEP)
     with pytest.raises(ConfigErrors, match=r"trainer.max_steps=4: .* is at step 4 already; use more than 4"):
         check_resume(ended, prepared, step)
     assert check_resume(ended, prepared, step, own=True) == []  # killed after its last save
+
+
+def tokenizer_folder(folder: Path, tokens: list[str], **entries: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"model": {"type": "BPE", "vocab": {token: number for number, token in enumerate(tokens)}}, **entries}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_ids_that_mean_another_token_are_told_and_added_tokens_are_not(tmp_path: Path) -> None:
+    one = tokenizer_folder(tmp_path / "one", ["a", "b", "c"])
+    longer = tokenizer_folder(tmp_path / "longer", ["a", "b", "c"], added_tokens=[{"id": 3, "content": "<x>"}])
+    other = tokenizer_folder(tmp_path / "other", ["a", "c", "b"])
+    assert token_differences(one, longer) == [] == token_differences(one, tmp_path)
+    assert token_differences(one, other) == ["1 is 'b' there and 'c' here", "2 is 'c' there and 'b' here"]
+
+
+def test_weights_of_another_tokenizer_or_model_type_are_refused(
+    config: RunConfig, prepared: PreparedData, step: Path, tmp_path: Path
+) -> None:
+    start = changed(config, "checkpoint.init_from", str(tmp_path))
+    assert check_init_from(start, prepared) == [], "a checkpoint without a tokenizer beside it"
+    shutil.copytree(prepared.tokenizer_folder, tmp_path / "tokenizer")
+    assert check_init_from(start, prepared) == []
+    (notice,) = check_init_from(changed(start, "model.config", {"vocab_size": 300, "rope_theta": 5.0}), prepared)
+    assert notice == "starting from weights trained with model.config.rope_theta=None (now 5.0)"
+    tokenizer_folder(tmp_path / "tokenizer", ["other", "tokens"])
+    with pytest.raises(ConfigErrors) as refused:
+        check_init_from(changed(start, "model.type", "gpt2"), prepared)
+    assert [str(error).split("=")[0] for error in refused.value.errors] == ["model.type", "data.tokenizer"]
+    said = str(refused.value)
+    assert "0 is 'other' there" in said and f"use data.tokenizer={tmp_path}/tokenizer" in said
+
+
+def test_weights_of_a_model_folder_with_another_tokenizer_are_refused(
+    config: RunConfig, prepared: PreparedData, tmp_path: Path
+) -> None:
+    folder = tokenizer_folder(tmp_path / "model", ["other"])
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigErrors, match=r"data.tokenizer=auto: the weights of .* gives other ids"):
+        check_init_from(changed(config, "checkpoint.init_from", str(folder)), prepared)

@@ -14,8 +14,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError, ModelFolderError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.folder import INDEX, WEIGHTS, check_model_folder
-from mgpu_pipe.models.save import save_pretrained_folder
-from tests.models.tiny import tiny_model
+from tests.models.tiny import tiny_model, write_folder
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mixtral"]
 
@@ -26,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for family in FAMILIES:
         made[family] = tmp_path_factory.mktemp("models") / family
         model = materialise(build_meta(tiny_model(family, tie_word_embeddings=family == "qwen3")), 1, "cpu")
-        save_pretrained_folder(model, None, made[family])
+        write_folder(model, made[family])
     return made
 
 
@@ -72,10 +71,10 @@ def test_configuration_overrides_reach_a_loaded_model(folder: Path) -> None:
 
 def test_bf16_weights_load_as_fp32(folder: Path) -> None:
     model = load_pretrained(ModelConfig(path=str(folder)), "cpu")
-    save_pretrained_folder(model, None, folder, torch.bfloat16)
-    again = load_pretrained(ModelConfig(path=str(folder)), "cpu")
+    bf16 = write_folder(model, folder / "bf16", torch.bfloat16)
+    again = load_pretrained(ModelConfig(path=str(bf16)), "cpu")
     assert again.dtype == torch.float32
-    torch.testing.assert_close(again.lm_head.weight, model.lm_head.weight.float())
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight.to(torch.bfloat16).float())
 
 
 @pytest.mark.parametrize(

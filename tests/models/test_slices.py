@@ -13,18 +13,17 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.parts import PartOf, local_tensor, parts_held
-from mgpu_pipe.models.save import save_pretrained_folder
 from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.fully_shard import apply_fully_shard
 from mgpu_pipe.topology import ParallelDims
+from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS
 
 
 def folder_of(name: str, root: Path) -> Path:
     model = materialise(build_meta(MODELS[name]), 3, "cpu")
-    save_pretrained_folder(model, None, root / name)
-    return root / name
+    return write_folder(model, root / name)
 
 
 def _filled(folders: list[str]) -> list[dict[str, list[tuple[PartOf, torch.Tensor]]]]:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.inference.load import read_from
+from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.models.config_source import config_class
 
 SMALL = {
@@ -30,3 +37,10 @@ def tiny_model(model_type: str, **config: object) -> ModelConfig:
     if "num_local_experts" in own:
         sizes.pop("num_experts", None)
     return ModelConfig(name=f"{model_type}_tiny", type=model_type, config={**sizes, **config})
+
+
+def write_folder(model: PreTrainedModel, out: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A Hugging Face folder of a model without a tokenizer."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_model_folder(model, read_from(model), out, dtype)
+    return out

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.parts import local_tensor
-from mgpu_pipe.models.save import save_pretrained_folder
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.memory import AllocationWatch
@@ -22,6 +21,7 @@ from mgpu_pipe.strategies.mesh_split import SplitModel, SplitOptions
 from mgpu_pipe.strategies.zero_build import equal_part
 from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS as TINY
 
@@ -107,7 +107,7 @@ def test_random_weights_are_drawn_shard_by_shard() -> None:
 
 def test_a_folder_is_read_shard_by_shard(tmp_path: Path) -> None:
     for name, source in MODELS.items():
-        save_pretrained_folder(materialise(build_meta(source), 1, "cpu"), None, tmp_path / name)
+        write_folder(materialise(build_meta(source), 1, "cpu"), tmp_path / name)
         check(run_processes(4, built, ModelConfig(path=str(tmp_path / name))))
 
 
@@ -118,7 +118,7 @@ def test_zero_three_draws_part_by_part() -> None:
 
 def test_zero_three_reads_a_folder_part_by_part(tmp_path: Path) -> None:
     for name, source in MODELS.items():
-        save_pretrained_folder(materialise(build_meta(source), 1, "cpu"), None, tmp_path / name)
+        write_folder(materialise(build_meta(source), 1, "cpu"), tmp_path / name)
         check(run_processes(4, partitioned, ModelConfig(path=str(tmp_path / name))))
 
 
@@ -126,7 +126,7 @@ def test_zero_three_reads_a_folder_part_by_part(tmp_path: Path) -> None:
 def test_zero_three_reads_the_weights_of_a_folder(tmp_path: Path, precision: str) -> None:
     """Oracle: transformers' own ``from_pretrained``. Three ranks: few parameters divide."""
     for name, source in TINY.items():
-        save_pretrained_folder(materialise(build_meta(source), 3, "cpu"), None, tmp_path / name)
+        write_folder(materialise(build_meta(source), 3, "cpu"), tmp_path / name)
     by_rank = run_processes(3, read_parts, [str(tmp_path / name) for name in TINY], precision)
     for number, name in enumerate(TINY):
         whole = dict(load_pretrained(ModelConfig(path=str(tmp_path / name)), "cpu").named_parameters())

@@ -1,0 +1,193 @@
+"""What checkpoints a run has: which step, how large, saved by what, whole or not. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mgpu_pipe.checkpoint import files, layout
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord
+from mgpu_pipe.checkpoint.integrity import MAX_SMALL_FILE_BYTES, Verify, hashing_pool, read_state
+from mgpu_pipe.checkpoint.manifest import Manifest, read_manifest
+from mgpu_pipe.errors import CheckpointError, RunFolderError
+
+
+@dataclass(frozen=True)
+class Step:
+    """A committed step as it was found."""
+
+    step: int
+    folder: Path
+    saved: float | None
+    """When its manifest was written, in seconds since the epoch; None where there is none."""
+    nbytes: int
+    """Bytes on the disk."""
+    faults: tuple[str, ...]
+    """Everything wrong with it, each naming file and, where bytes were read, chunk; empty if it is whole."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Content of state.json, as far as it can be read."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration it was saved under, as written (nothing of the environment), as far as it can be read."""
+
+    @property
+    def whole(self) -> bool:
+        return not self.faults
+
+    def metric(self, name: str) -> float | None:
+        value = _mapping(self.state.get("metrics")).get(name)
+        return float(value) if isinstance(value, (int, float)) else None
+
+
+def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
+    """The ``checkpoints`` folder that ``source`` means, and the committed steps asked for, ascending.
+
+    Args:
+        source: a run's folder, its ``checkpoints`` folder, or a step's folder (that step alone).
+
+    Raises:
+        RunFolderError: there is no such folder.
+        CheckpointError: it holds no checkpoint.
+    """
+    folder = source.expanduser()
+    if not folder.is_dir():
+        raise RunFolderError(f"{source}: no such folder; give a run's folder or one of its checkpoints/step-*")
+    name = layout.parse_folder_name(folder.name)
+    if name is not None or (folder / layout.MANIFEST).exists():
+        if name is not None and name[1] in (layout.PARTIAL, layout.DELETING):
+            raise CheckpointError(f"{source}: is an unfinished checkpoint; give a committed step-* folder")
+        step = name[0] if name is not None else read_manifest(folder).step
+        return folder.parent, {step: folder}
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    steps = layout.committed(root)
+    if not steps:
+        raise CheckpointError(f"{source}: holds no checkpoint; give a run's folder or one of its checkpoints/step-*")
+    return root, steps
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Folders that killed processes left, or that a save in progress fills; the next save removes them."""
+    whole = set(layout.committed(root).values())
+    return [path for _, _, path in layout.folders(root) if path not in whole]
+
+
+def look_at(step: int, folder: Path, verify: Verify) -> Step:
+    """Everything about one committed step; never raises for what is wrong with it.
+
+    Args:
+        verify: ``full`` hashes every chunk of every file, ``size`` looks at the files' sizes.
+    """
+    try:
+        saved = (folder / layout.MANIFEST).stat().st_mtime if (folder / layout.MANIFEST).is_file() else None
+        nbytes = sum(file.lstat().st_size for file in folder.iterdir() if file.is_file())
+    except OSError as error:
+        return Step(step, folder, None, 0, (f"{folder}: cannot be read ({error.strerror})",))
+    config = _config(folder)
+    try:
+        manifest = read_manifest(folder)
+        if manifest.step != step:
+            raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
+    except CheckpointError as error:
+        return Step(step, folder, saved, nbytes, (str(error),), {}, config)
+    faults = file_faults(folder, manifest, verify)
+    state: dict[str, Any] = {}
+    try:
+        state = read_state(folder, manifest, "off")
+    except CheckpointError as error:
+        faults = faults or [str(error)]
+    return Step(step, folder, saved, nbytes, tuple(faults), state, config)
+
+
+def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:
+    """Everything wrong with the files of a manifest: missing, of another size and, with ``full``, every bad chunk."""
+    items = sorted(manifest.files.items())
+    if verify != "full":
+        return [fault for name, record in items for fault in _faults_of(folder / name, record, chunks=False)]
+    with hashing_pool() as pool:
+        found = [_submit_chunks(pool, folder / name, record) for name, record in items]
+        return [fault for futures in found for future in futures for fault in future.result()]
+
+
+def _submit_chunks(pool: ThreadPoolExecutor, path: Path, record: FileRecord) -> list[Any]:
+    """Tasks that check one file: its size, then ranges of its chunks beside one another."""
+    missing = _faults_of(path, record, chunks=False)
+    if missing:
+        return [pool.submit(lambda: missing)]
+    count = len(record.sha256)
+    return [
+        pool.submit(_chunk_faults, path, record, first, min(first + _CHUNKS_A_TASK, count))
+        for first in range(0, count, _CHUNKS_A_TASK)
+    ]
+
+
+_CHUNKS_A_TASK = 64
+
+
+def _faults_of(path: Path, record: FileRecord, chunks: bool) -> list[str]:
+    try:
+        with ChunkedFile(path, record):
+            return _chunk_faults(path, record, 0, len(record.sha256)) if chunks else []
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _chunk_faults(path: Path, record: FileRecord, first: int, end: int) -> list[str]:
+    """What is wrong with the chunks ``[first, end)``; unlike a load, it goes on after the first."""
+    found: list[str] = []
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with ChunkedFile(path, record) as file:
+            for index in range(first, end):
+                start = index * CHUNK_BYTES
+                try:
+                    file.read_into(start, buffer[: min(CHUNK_BYTES, file.size - start)])
+                except CheckpointError as error:
+                    found.append(str(error))
+    except CheckpointError as error:
+        found.append(str(error))
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return _mapping(yaml.load(files.read_file(folder / layout.CONFIG, MAX_SMALL_FILE_BYTES), _Loader))
+    except (CheckpointError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by their dotted path; lists are leaves."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        path = f"{prefix}{key}"
+        if isinstance(item, Mapping) and item:
+            found.update(flat(item, f"{path}."))
+        else:
+            found[path] = item
+    return found
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Leaves that differ: dotted path and both values as JSON, ``-`` where there is none."""
+    a, b = flat(one), flat(other)
+    return [
+        (key, _shown(a, key), _shown(b, key))
+        for key in dict.fromkeys([*a, *b])
+        if key not in a or key not in b or a[key] != b[key]
+    ]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], default=str) if key in values else "-"

@@ -1,0 +1,68 @@
+"""Runs a model that is larger than memory: its blocks' weights are read when they are needed, and let go after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from mgpu_pipe.models.plans import decoder_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mgpu_pipe.inference.load import Read
+
+
+@torch.no_grad()
+def logits_by_blocks(model: PreTrainedModel, read: Read, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of ``ids``, shape ``(rows, tokens, vocabulary)``, with weights of ``dtype``.
+
+    In memory at once: what lies outside the repeated blocks (embeddings, last norm, head), and one block.
+
+    Args:
+        model: parameters on the meta device, buffers real, in evaluation mode; left as it was.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {names[id(block)]: block for block in decoder_blocks(model)}
+    meta = dict(model.named_parameters(remove_duplicate=False))
+    inside = {name: [key for key in meta if key.startswith(f"{name}.")] for name in blocks}
+    outside = set(meta).difference(*inside.values())
+
+    def fill(keys: Iterable[str]) -> None:
+        made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+        for key in keys:
+            if id(meta[key]) not in made:
+                made[id(meta[key])] = nn.Parameter(read(key, dtype), requires_grad=False)
+            _put(model, key, made[id(meta[key])])
+
+    def let_go(keys: Iterable[str]) -> None:
+        for key in keys:
+            _put(model, key, meta[key])
+
+    hooks = []
+    for name, block in blocks.items():
+        hooks.append(block.register_forward_pre_hook(_calling(fill, inside[name])))
+        hooks.append(block.register_forward_hook(_calling(let_go, inside[name])))
+    try:
+        fill(sorted(outside))
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+        let_go(meta)
+
+
+def _calling(action: Callable[[Iterable[str]], None], keys: list[str]) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        action(keys)
+
+    return hook
+
+
+def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, attribute = name.rpartition(".")
+    model.get_submodule(module)._parameters[attribute] = parameter

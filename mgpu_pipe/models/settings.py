@@ -1,0 +1,45 @@
+"""What a model's own configuration says of its mathematics, as a checkpoint records it and a resume compares it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NOT_MATHEMATICS = {"transformers_version", "architectures", "dtype", "use_cache", "_name_or_path", "auto_map",
+                   "attn_implementation", "_attn_implementation"}  # fmt: skip
+LISTED = 8
+
+
+def model_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """The configuration's fields, in values that JSON holds."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False), parse_constant=str)
+    return {name: value for name, value in sorted(fields.items()) if name not in NOT_MATHEMATICS}
+
+
+def require_model_settings(saved: object, live: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to go on with a model whose tensors may fit and whose mathematics differs, e.g. another rotary base.
+
+    Args:
+        saved: of the checkpoint; anything but a mapping is of a format that did not record them.
+
+    Raises:
+        CheckpointError: the fields that differ, listed. Fields that one version of transformers alone knows do not
+            count.
+    """
+    if not isinstance(saved, Mapping):
+        return
+    apart = [f"{name}={live[name]} (saved with {saved[name]})" for name in live
+             if name in saved and saved[name] != live[name]]  # fmt: skip
+    if apart:
+        more = f"; and {len(apart) - LISTED} more" if len(apart) > LISTED else ""
+        raise CheckpointError(
+            f"{folder}: is a checkpoint of another model: {'; '.join(apart[:LISTED])}{more}; use the model it was "
+            "saved with, or checkpoint.init_from for its weights alone"
+        )

@@ -1,0 +1,137 @@
+"""The streamed Hugging Face folder. Oracles: transformers' own ``save_pretrained``, and counted bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.cli import main
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.inference.by_blocks import logits_by_blocks
+from mgpu_pipe.inference.load import open_model, read_from
+from mgpu_pipe.inference.model_folder import write_model_folder
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.save import saved_groups
+from mgpu_pipe.parallel.memory import AllocationWatch
+from tests.models.tiny import tiny_model
+
+FAMILIES = ["llama", "gpt2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_neox", "phi3", "opt"]
+
+
+def made(family: str, **config: object) -> PreTrainedModel:
+    return materialise(build_meta(tiny_model(family, **config)), 1, "cpu").eval()
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(file))
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and torch.equal(tensor, b[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_values_are_those_of_save_pretrained(family: str, tmp_path: Path) -> None:
+    model = made(family)
+    for name, limit in (("one", 1 << 30), ("shards", 50_000)):
+        (tmp_path / name).mkdir()
+        write_model_folder(model, read_from(model), tmp_path / name, torch.float32, limit)
+    model.save_pretrained(tmp_path / "theirs")
+    same(written(tmp_path / "one"), written(tmp_path / "theirs"))
+    same(written(tmp_path / "shards"), written(tmp_path / "theirs"))
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "theirs"))
+    assert {key for key in ours | theirs if ours.get(key) != theirs.get(key)} <= {"use_cache"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "shards", local_files_only=True) is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_logits_by_blocks_are_the_whole_models_and_leave_it_on_meta(family: str) -> None:
+    model = made(family)
+    twin = made(family)
+    for name, parameter in build_meta(tiny_model(family)).named_parameters():
+        module, _, attribute = name.rpartition(".")
+        twin.get_submodule(module)._parameters[attribute] = parameter
+    twin.tie_weights()
+    ids = torch.arange(24).reshape(2, 12)
+    assert torch.equal(logits_by_blocks(twin, read_from(model), ids, torch.float32), model(ids).logits)
+    assert all(parameter.is_meta for parameter in twin.parameters())
+
+
+def run_of(folder: Path, family: str, **config: object) -> Path:
+    """A run's folder with the initial weights as its only checkpoint."""
+    run = RunConfig(model=tiny_model(family, **config))
+    folder.mkdir()
+    freeze(run, folder / "config.yaml")
+    model = materialise(build_meta(run.model), 1, "cpu")
+    pieces = [Piece(Box.whole(name, tuple(p.shape)), tuple(p.shape), p.data) for name, p in model.named_parameters()]
+    save(folder / "checkpoints", 3, pieces, [], {}, folder / "config.yaml")
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_neither_writing_nor_running_ever_holds_the_model(family: str, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", family, num_hidden_layers=8, vocab_size=64)
+    stored = open_model(run)
+    parameters = [4 * parameter.numel() for parameter in stored.model.parameters()]
+    (tmp_path / "out").mkdir()
+    with AllocationWatch() as writing:
+        write_model_folder(stored.model, stored.read, tmp_path / "out", torch.float32)
+    assert writing.peak <= 3 * max(parameters) + 100_000 < sum(parameters) / 2
+    with AllocationWatch() as running:
+        logits_by_blocks(stored.model, stored.read, torch.zeros(1, 4, dtype=torch.long), torch.float32)
+    assert running.peak <= sum(parameters) / 2
+
+
+def test_a_merged_tensor_is_converted_on_its_own() -> None:
+    model = build_meta(tiny_model("mixtral"))
+    groups = {group.sources: group.outputs for group in saved_groups(model)}
+    assert all(len(sources) == 1 for sources in groups)
+    experts = groups[("model.layers.1.mlp.experts.gate_up_proj",)]
+    assert len(experts) == 8 and all("block_sparse_moe.experts" in name for name in experts)
+
+
+def test_export_in_shards_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path / "run", "llama")
+    out = tmp_path / "out"
+    assert main(["export", str(run), "--out", str(out), "--max-shard-size", "100KB"]) == 0
+    shards = sorted(out.glob("model-*-of-*.safetensors"))
+    assert len(shards) > 2 and all(shard.stat().st_size < 110_000 for shard in shards)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in written(out).values())
+    loaded = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+    stored = open_model(run)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, stored.read(name, torch.float32)), name
+    capsys.readouterr()
+    assert main(["export", str(run), "--out", str(out), "--max-shard-size", "5 bananas"]) == 2
+    assert "use a size such as 5GB" in capsys.readouterr().err
+
+
+def test_a_folder_that_gives_other_logits_never_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mgpu_pipe.inference import model_folder
+
+    convert = model_folder.convert_for_saving
+
+    def wrong(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor * 1.5 if "q_proj" in name else tensor for name, tensor in convert(model, tensors).items()}
+
+    monkeypatch.setattr(model_folder, "convert_for_saving", wrong)
+    run = run_of(tmp_path / "run", "llama", initializer_range=0.5)
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 1
+    assert "logits differ" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,167 @@
+"""``mgpu-pipe import`` of real foreign checkpoints. Oracle: the model whose weights were saved, and its logits."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mgpu_pipe.cli import main
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.inference.foreign import read_weights
+from mgpu_pipe.inference.load import load_run
+from mgpu_pipe.models.build import build_meta, materialise
+from tests.inference.support import write_tokenizer
+from tests.support.processes import run_processes
+
+SIZES = {"vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+MODEL = ["model=llama_tiny", *(f"model.config.{key}={value}" for key, value in SIZES.items())]
+
+
+def model() -> PreTrainedModel:
+    return materialise(build_meta(compose(MODEL)[0].model), 5, "cpu").eval()
+
+
+def lightning_file(path: Path, prefix: str = "net.", **more: torch.Tensor) -> Path:
+    """What a LightningModule that holds the model under ``prefix`` saves."""
+    state = {prefix + name: tensor for name, tensor in model().state_dict().items()}
+    torch.save({"state_dict": {**state, **more}, "epoch": 1, "pytorch-lightning_version": "2.6.6",
+                "optimizer_states": [{"state": {}}], "hyper_parameters": {"lr": 0.1}}, path)  # fmt: skip
+    return path
+
+
+def imported(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    assert main(["import", *map(str, words)]) == code
+    done = capsys.readouterr()
+    assert done.err.count("\n") == (1 if code else 0), done.err
+    return done.out + done.err
+
+
+def same_logits(out: Path) -> None:
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load_run(out).model(ids).logits, model()(ids).logits, atol=1e-6, rtol=1e-6)
+
+
+def test_a_lightning_file_becomes_a_folder_that_runs_start_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = lightning_file(tmp_path / "last.ckpt", **{"accuracy.total": torch.zeros(3)}), tmp_path / "out"
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    said = imported(capsys, "--from", source, "--out", out, "--prefix", "net.", "--ignore", "accuracy.*",
+                    "--tokenizer", tokenizer, *MODEL)  # fmt: skip
+    assert f"model.path={out}" in said
+    same_logits(out)
+    assert AutoModelForCausalLM.from_pretrained(out, local_files_only=True).config.eos_token_id == 0
+    assert main(["check", "model=hf", f"model.path={out}", "data.seq_len=32", "trainer.max_steps=1"]) == 0
+
+
+def test_what_does_not_fit_is_listed_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = lightning_file(tmp_path / "last.ckpt", **{"accuracy.total": torch.zeros(3)}), tmp_path / "out"
+    said = imported(capsys, "--from", source, "--out", out, *MODEL, code=2)
+    assert "missing: " in said and "unexpected: accuracy.total, net.lm_head.weight" in said
+    assert "use --prefix net." in said
+    said = imported(capsys, "--from", source, "--out", out, "--prefix", "net.", *MODEL,
+                    "model.config.intermediate_size=128", code=2)  # fmt: skip
+    assert "1 unexpected: accuracy.total" in said and "6 of another shape" in said
+    assert "model.layers.0.mlp.down_proj.weight [64, 96] for [64, 128]" in said
+    assert not out.exists()
+
+
+class Payload:
+    """Pickles as a call."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> object:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_file_that_brings_code_is_refused_also_with_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, marker = tmp_path / "last.ckpt", tmp_path / "ran"
+    torch.save({"state_dict": model().state_dict(), "callbacks": Payload(marker)}, source)
+    for trust in ([], ["--trust"]):
+        said = imported(capsys, "--from", source, "--out", tmp_path / "out", *trust, *MODEL, code=2)
+        assert "it names posix.mkdir" in said and "could run code" in said
+    assert not marker.exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda path: path.write_bytes(b"no checkpoint"), "last.ckpt: "),
+        (lambda path: torch.save({"state_dict": {"a": 3}}, path), "'a' of its state_dict is no plain tensor"),
+        (lambda path: torch.save([1], path), "holds no state_dict"),
+        (lambda path: path.mkdir(), "neither a Lightning or torch file nor a DeepSpeed folder"),
+        (lambda path: (path.mkdir(), (path / "config.json").touch()), "use model=hf model.path="),
+        (lambda path: (path.mkdir(), (path / "manifest.json").touch()), "use checkpoint.init_from="),
+        (lambda path: None, "no such file or folder"),
+        (lambda path: (path.mkdir(), (path / "latest").write_text("x")), "repeat with --trust"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_says_why(make, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]  # noqa: E501
+    source = tmp_path / "last.ckpt"
+    make(source)
+    assert expected in imported(capsys, "--from", source, "--out", tmp_path / "out", *MODEL, code=2)
+
+
+def test_the_model_must_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "a.ckpt", tmp_path / "out"
+    assert "model=llama_tiny" in imported(capsys, "--from", source, "--out", out, code=2)
+    assert "model overrides only" in imported(capsys, "--from", source, "--out", out, "optimizer.lr=1", code=2)
+
+
+def _save_zero(folder: str, stage: int) -> None:
+    """Each of the processes trains nothing, and saves by DeepSpeed's own engine."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    held = torch.nn.ModuleDict({"model": model()})
+    engine, *_ = deepspeed.initialize(
+        model=held, optimizer=torch.optim.AdamW(held.parameters(), lr=1e-3), dist_init_required=False,
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True},
+    )  # fmt: skip
+    engine.save_checkpoint(folder, tag="global_step0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_deepspeed_folder_is_converted_only_on_trust(
+    stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("deepspeed")
+    source = tmp_path / "zero"
+    run_processes(2, _save_zero, str(source), stage)
+    for named in (source, source / "global_step0"):
+        said = imported(capsys, "--from", named, "--out", tmp_path / "out", *MODEL, code=2)
+        assert "runs whatever code" in said and "--trust" in said
+    named, out = source / "global_step0", tmp_path / "out"
+    imported(capsys, "--from", named, "--out", out, "--prefix", "model.", "--trust", *MODEL)
+    same_logits(tmp_path / "out")
+
+
+def test_the_converter_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a trusted pickle does, it does elsewhere: a stand-in for the converter writes its own process id."""
+    package = tmp_path / "site" / "deepspeed" / "utils"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "zero_to_fp32.py").write_text(
+        "import os, sys, torch\ntorch.save({'pid': torch.tensor(os.getpid())}, sys.argv[2] + '/pytorch_model.bin')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{package.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.syspath_prepend(str(package.parents[1]))
+    for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    source, scratch = tmp_path / "zero", tmp_path / "scratch"
+    for folder in (source, scratch):
+        folder.mkdir()
+    (source / "latest").write_text("global_step0")
+    found = read_weights(source, True, scratch)
+    assert int(found["pid"]) != os.getpid()

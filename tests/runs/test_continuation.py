@@ -1,0 +1,50 @@
+"""Going on in the middle of an epoch with other micro-batches and loader processes. Oracle: the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import column, mgpu, run_folder
+
+pytestmark = pytest.mark.slow
+
+BASE = (
+    "model=llama_tiny", "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "logger=none",
+    "data.synthetic.num_documents=100", "checkpoint.every_n_steps=4", "checkpoint.keep_last=0", "trainer.max_steps=9",
+    "model.config.num_hidden_layers=2", "precision=fp32", "optimizer.lr=3e-4", "strategy=ddp", "trainer.devices=2",
+)  # fmt: skip
+COLUMNS = ("train/loss", "train/grad_norm", "lr")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = run_folder(mgpu(cache, tmp_path_factory.mktemp("whole"), *BASE, "data.micro_batch_size=4"))
+    samples = json.loads((folder / "summary.json").read_text())["data"]["train_samples"]
+    assert (4 * 8) % samples, "step 4 would end an epoch"
+    return folder
+
+
+def gone_on(cache: Path, cwd: Path, source: Path, step: int, *more: str) -> Path:
+    return run_folder(
+        mgpu(cache, cwd, *BASE, f"checkpoint.resume={source}/checkpoints/step-{step:08d}", *more)
+    )
+
+
+def test_more_and_fewer_loader_processes_go_on_bit_for_bit(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    more = gone_on(cache, tmp_path, uninterrupted, 4, "data.micro_batch_size=4", "data.num_workers=3")
+    fewer = gone_on(cache, tmp_path, more, 8, "data.micro_batch_size=4", "data.num_workers=1")
+    for name in COLUMNS:
+        whole = column(uninterrupted, name)
+        assert column(more, name) == {step: whole[step] for step in range(5, 10)}, name
+        assert column(fewer, name) == {9: whole[9]}, name
+
+
+def test_another_micro_batch_size_goes_on_within_rounding(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    folder = gone_on(cache, tmp_path, uninterrupted, 4, "data.micro_batch_size=1", "data.num_workers=2")
+    for name in COLUMNS:
+        whole, found = column(uninterrupted, name), column(folder, name)
+        assert list(found) == [5, 6, 7, 8, 9]
+        assert max(abs(found[step] / whole[step] - 1) for step in found) <= 1e-5, name
