@@ -93,9 +93,14 @@ def write_tensor_file(
     with files.naming(path):
         descriptor = files.create(path)
         try:
+            written = begun = 0
             for part in _parts(chain((header,), data)):
                 hasher.update(part)
                 files.write(descriptor, part)
+                written += part.nbytes
+                if written - begun >= CHUNK_BYTES:
+                    files.begin_flush(descriptor, begun, written - begun)
+                    begun = written
             files.sync(descriptor)
             record = hasher.record()
             if record.size != len(header) + size:
