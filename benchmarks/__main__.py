@@ -5,7 +5,7 @@ import sys
 
 NAMES = (
     "startup", "step_overhead", "step_time", "data_pipeline", "data_parallel_bytes", "data_parallel_time",
-    "deepspeed_time",
+    "deepspeed_time", "checkpoint_save",
 )
 
 for name in NAMES:

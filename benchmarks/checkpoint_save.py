@@ -110,7 +110,8 @@ def stall(folder: str, nbytes: int) -> dict[str, float]:
     held = Held(*own_pieces(nbytes))
     total = sum(piece.tensor.nbytes for piece in (*held.model, *held.optimizer))
     source, target = torch.ones(total // 4), torch.zeros(total // 4)
-    saver = Checkpointer(CheckpointConfig(keep_last=1), RunPaths(Path(folder)), {"global_batch_size": 1})
+    saver = Checkpointer(CheckpointConfig(every_n_steps=1, keep_last=1), RunPaths(Path(folder)),
+                         {"global_batch_size": 1})  # fmt: skip
     stalls, copies = [], []
     for step in range(1, REPEATS + 2):
         copies.append(seconds(lambda: target.copy_(source)))

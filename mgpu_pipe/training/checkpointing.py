@@ -58,7 +58,9 @@ class Checkpointer:
     ) -> None:
         self._config, self._paths, self._fixed_state = config, paths, fixed_state
         self._before_manifest, self._patience_s = before_manifest, patience_s
-        self._background = BackgroundSaver(timeout_s) if config.async_save else None
+        # The run's last save has nothing to run beside.
+        beside = config.async_save and config.every_n_steps is not None
+        self._background = BackgroundSaver(timeout_s) if beside else None
         self._planner = Planner()
         self.last_step: int | None = None
         """The newest step whose save was begun."""

@@ -77,7 +77,7 @@ def _world_size() -> int:
 def checkpointer(folder: Path, **options: Any) -> Checkpointer:
     config_file(folder)
     more = {name: options.pop(name) for name in ("before_manifest",) if name in options}
-    return Checkpointer(CheckpointConfig(**options), RunPaths(folder), {"global_batch_size": 4}, **more)
+    return Checkpointer(CheckpointConfig(every_n_steps=1, **options), RunPaths(folder), {"global_batch_size": 4}, **more)
 
 
 @contextmanager

@@ -23,8 +23,11 @@ from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
+from mgpu_pipe.training.checkpointing import Checkpointer
 from tests.checkpoint.crash import Disk, Killed, Operation, Recorder, State, build, digest, interleavings, tree_of
 from tests.checkpoint.support import config_file, cut_pieces, rows
 from tests.support.processes import run_processes
@@ -46,11 +49,13 @@ def save_seed(run: Path, step: int, seed: int) -> Path:
 
 
 def found_seed(run: Path) -> int | None:
-    """The seed of what loading takes, every value of it compared; fails on a committed checkpoint that is damaged."""
-    found = newest_valid(run / "checkpoints", "stop", "full")
-    if found is None:
+    """The seed of what loading takes, every value of it compared; fails where any step that has its name is damaged."""
+    steps = list_steps(run / "checkpoints", "full")
+    for info in steps:
+        assert info.valid, info.reason
+    if not steps:
         return None
-    reader = CheckpointReader(found.path)
+    reader = CheckpointReader(steps[-1].path)
     seed = int(reader.state["seed"])
     for kind, wanted in (("model", tensors(seed)), ("optimizer", {"a/exp_avg": tensors(seed)["a"] * 2})):
         pieces = [Piece(Box.whole(n, tuple(t.shape)), tuple(t.shape), torch.zeros_like(t)) for n, t in wanted.items()]
@@ -96,8 +101,10 @@ class Replay:
             folder.mkdir()
             build(state, folder)
             seed = found_seed(folder)
-            layout.clean(folder / "checkpoints")  # what the next launch does first
-            assert found_seed(folder) == seed, "cleaning up lost the checkpoint"
+            before = newest_valid(folder / "checkpoints", "stop", "size")
+            layout.clean(folder / "checkpoints")  # what the next save does first
+            after = newest_valid(folder / "checkpoints", "stop", "size")
+            assert (before and before.step) == (after and after.step), "cleaning up lost the checkpoint"
             files.remove_folder(folder)
             self._judged[key] = seed
             self.states += 1
@@ -128,9 +135,12 @@ def replay_of(run: Path) -> Replay:
     return Replay(scratch, start)
 
 
-def check_save(run: Path, step: int, seed: int, old: int | None, keep_last: int = 0) -> Replay:
+def check_save(
+    run: Path, step: int, seed: int, old: int | None, keep_last: int = 0, most_states: int = MOST_STATES
+) -> Replay:
     """Record a save, and the deletion of what is not kept, and judge every prefix."""
     replay = replay_of(run)
+    replay.most_states = most_states
     with Recorder(run) as recorder:
         save_seed(run, step, seed)
         returned = len(recorder.operations)
@@ -163,6 +173,41 @@ def test_a_save_and_the_deletion_of_the_one_before(run: Path, told: Any) -> None
 def test_a_save_that_replaces_its_own_step(run: Path, told: Any) -> None:
     save_seed(run, 10, 1)
     told("replacing save", check_save(run, 10, seed=2, old=1))
+
+
+class Trained:
+    """Stands for a strategy that holds the values of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.values = tensors(seed)
+
+    def model_pieces(self) -> list[Piece]:
+        return cut_pieces(self.values, rows)
+
+    def optimizer_pieces(self) -> list[Piece]:
+        return cut_pieces({"a/exp_avg": self.values["a"] * 2}, rows)
+
+    def state_entries(self) -> dict[str, Any]:
+        return {}
+
+    def pieces_written(self) -> None:
+        pass
+
+
+def test_a_save_beside_training_and_its_retention(run: Path, told: Any) -> None:
+    save_seed(run, 10, 1)
+    replay, trained = replay_of(run), Trained(2)
+    config = CheckpointConfig(every_n_steps=10, keep_last=1)
+    saver = Checkpointer(config, RunPaths(run), {"global_batch_size": 1, "seed": 2})
+    with Recorder(run) as recorder:
+        saver.save(trained, 20, {})
+        for value in trained.values.values():
+            value.zero_()
+        saver.finish(20)
+    assert seen_after(replay.start, recorder.operations) == tree_of(run)
+    everything = len(recorder.operations)
+    replay.judge(recorder.operations, lambda count: {2} if count == everything else {1, 2})
+    told("save beside training", replay)
 
 
 @pytest.mark.parametrize("step", [10, 20])
@@ -335,5 +380,5 @@ def test_a_wrong_order_is_caught(order: str, run: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         spoil(patch)
         with pytest.raises((AssertionError, CheckpointError, CheckpointSaveError)) as caught:
-            check_save(run, step, seed=2, old=1, keep_last=1)
+            check_save(run, step, seed=2, old=1, keep_last=1, most_states=40)
     assert "the recorder missed" not in str(caught.value) and "model of the disk" not in str(caught.value)

@@ -6,6 +6,7 @@ Each process calls the program's own ``main``; only the launcher's processes are
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import sys
@@ -34,14 +35,24 @@ def _entry(rank: int, world_size: int, port: int, cwd: str, cache: str, argument
     os._exit(code)
 
 
+def _free_port() -> int:
+    """A port that nobody listens on, below those that the kernel hands out: none takes it before rank 0 does."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
 class JoinedRun:
     """One launch of the command with ``arguments`` on ``world_size`` processes; their output is in ``log``."""
 
     def __init__(self, world_size: int, cwd: Path, cache: Path, log: Path, *arguments: str) -> None:
         self.log = log
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port()
         words = [*arguments, f"trainer.devices={world_size}"]
         self.processes: list[Any] = [
             preloaded().Process(target=_entry, args=(rank, world_size, port, str(cwd), str(cache), words, str(log)))
