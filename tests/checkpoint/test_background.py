@@ -77,7 +77,8 @@ def _world_size() -> int:
 def checkpointer(folder: Path, **options: Any) -> Checkpointer:
     config_file(folder)
     more = {name: options.pop(name) for name in ("before_manifest",) if name in options}
-    return Checkpointer(CheckpointConfig(every_n_steps=1, **options), RunPaths(folder), {"global_batch_size": 4}, **more)
+    config = CheckpointConfig(every_n_steps=1, **options)
+    return Checkpointer(config, RunPaths(folder), {"global_batch_size": 4}, **more)
 
 
 @contextmanager
@@ -339,6 +340,7 @@ def test_metrics_that_cannot_be_written_fail_the_save(tmp_path: Path) -> None:
 def test_old_ones_are_deleted_after_the_new_one_is_committed(tmp_path: Path) -> None:
     trained, saver = Trained(), checkpointer(tmp_path, keep_last=1)
     saver.save(trained, 1, {})
+    saver.finish(0)
     with slow_disk() as go:
         saver.save(trained, 2, {})
         assert steps_in(tmp_path) == [1]
