@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -101,7 +102,7 @@ class Checkpointer:
         try:
             plan = self._planner.plan(root, step, model, optimizer, None)
             if background is not None and not last:
-                background.start(plan, model, optimizer, lambda *parts: self._write_beside(plan, *parts, state))
+                background.start(plan, model, optimizer, partial(self._write_beside, plan, state))
                 return
             if background is not None:
                 background.release()
@@ -140,7 +141,7 @@ class Checkpointer:
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
 
-    def _write_beside(self, plan: Plan, model: list[Piece], optimizer: list[Piece], state: dict[str, Any]) -> None:
+    def _write_beside(self, plan: Plan, state: dict[str, Any], model: list[Piece], optimizer: list[Piece]) -> None:
         assert self._background is not None
         try:
             self._write(plan, model, optimizer, state, self._background.group)

@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -59,17 +60,26 @@ def start(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     return launch
 
 
+@dataclass(frozen=True)
+class Uninterrupted:
+    """Rows of metrics, every checkpoint's content by step, and how long training took."""
+
+    rows: list[tuple[str, ...]]
+    steps: dict[int, Facts]
+    seconds: float
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(
-    start: Callable[..., JoinedRun], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[tuple[str, ...]], dict[int, Facts]]:
-    """Rows of metrics, and every checkpoint's content by step."""
+def uninterrupted(start: Callable[..., JoinedRun], tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     run = start(folder, "checkpoint.keep_last=0")
+    wait_for_a_step(run, folder)
+    began = time.monotonic()
     assert run.wait() == [0] * WORLD_SIZE, run.said()
+    seconds = time.monotonic() - began
     steps = {int(path.name[5:]): content(path) for path in (folder / "checkpoints").iterdir()}
     assert sorted(steps) == list(range(2, STEPS + 1, 2))
-    return rows(folder), steps
+    return Uninterrupted(rows(folder), steps, seconds)
 
 
 def wait_for_a_step(run: JoinedRun, folder: Path) -> None:
@@ -84,10 +94,9 @@ def wait_for_a_step(run: JoinedRun, folder: Path) -> None:
 
 
 def test_no_kill_loses_or_changes_anything(
-    start: Callable[..., JoinedRun], uninterrupted: tuple[list[tuple[str, ...]], dict[int, Facts]], tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    start: Callable[..., JoinedRun], uninterrupted: Uninterrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected_rows, expected = uninterrupted
+    expected_rows, expected = uninterrupted.rows, uninterrupted.steps
     chance = random.Random(SEED)
     kills = finished = partial = resumed = 0
     folder, newest, begun = tmp_path / "run-0", 0, False
@@ -98,7 +107,7 @@ def test_no_kill_loses_or_changes_anything(
                 time.sleep(chance.uniform(0.0, 1.5))
             else:
                 wait_for_a_step(run, folder)
-                time.sleep(chance.uniform(0.0, 0.8))
+                time.sleep(chance.uniform(0.0, uninterrupted.seconds / 3))
         if kills < KILLS and not run.ended:
             run.kill()
             kills += 1
