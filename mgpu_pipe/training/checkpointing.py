@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -134,7 +135,7 @@ class Checkpointer:
     def _state(self, strategy: HoldsState, step: int, metrics: dict[str, float]) -> dict[str, Any]:
         return {
             **self._fixed_state,
-            **strategy.state_entries(),
+            **copy.deepcopy(strategy.state_entries()),  # written later, when training has gone on
             "step": step,
             "samples_consumed": step * self._fixed_state["global_batch_size"],
             # JSON has no infinity: a perplexity that overflowed is left out.
