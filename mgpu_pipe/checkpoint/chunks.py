@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +14,8 @@ from mgpu_pipe.checkpoint import files
 from mgpu_pipe.errors import CheckpointError
 
 CHUNK_BYTES = 4 * 1024 * 1024
+MOST_BEHIND = 4
+"""Chunks that hashing on threads may be behind the stream."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +27,18 @@ class FileRecord:
 
 
 class ChunkHasher:
-    """Hashes a stream of bytes chunk by chunk."""
+    """Hashes a stream of bytes chunk by chunk.
 
-    def __init__(self) -> None:
-        self._finished: list[str] = []
-        self._current = hashlib.sha256()
+    Args:
+        threads: hash on as many threads while the caller goes on; 0 hashes in the caller's. What was given to
+            :meth:`update` must then stay as it is until :meth:`record` returns.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-hash") if threads else None
+        self._finished: list[str | Future[str]] = []
+        self._current: list[files.Buffer] = []
+        self._digest = hashlib.sha256()
         self._size = 0
 
     def update(self, data: files.Buffer) -> None:
@@ -35,15 +46,46 @@ class ChunkHasher:
         while rest.nbytes:
             space = CHUNK_BYTES - self._size % CHUNK_BYTES
             part, rest = rest[:space], rest[space:]
-            self._current.update(part)
             self._size += part.nbytes
+            if self._pool is None:
+                self._digest.update(part)
+            else:
+                self._current.append(part)
             if self._size % CHUNK_BYTES == 0:
-                self._finished.append(self._current.hexdigest())
-                self._current = hashlib.sha256()
+                self._end_chunk()
 
     def record(self) -> FileRecord:
-        last = [self._current.hexdigest()] if self._size % CHUNK_BYTES else []
-        return FileRecord(self._size, (*self._finished, *last))
+        """The record of all that was given; ends the threads."""
+        if self._size % CHUNK_BYTES:
+            self._end_chunk()
+        hashes = tuple(found if isinstance(found, str) else found.result() for found in self._finished)
+        self.close()
+        return FileRecord(self._size, hashes)
+
+    def close(self) -> None:
+        """End the threads; may be called twice."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _end_chunk(self) -> None:
+        if self._pool is None:
+            self._finished.append(self._digest.hexdigest())
+            self._digest = hashlib.sha256()
+            return
+        behind = len(self._finished) - MOST_BEHIND
+        if behind >= 0:  # what is not hashed yet is kept in memory
+            oldest = self._finished[behind]
+            assert not isinstance(oldest, str)
+            oldest.result()
+        self._finished.append(self._pool.submit(_hash_of, self._current))
+        self._current = []
+
+
+def _hash_of(parts: Sequence[files.Buffer]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def record_of(data: files.Buffer) -> FileRecord:

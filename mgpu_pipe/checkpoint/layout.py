@@ -62,7 +62,11 @@ def committed(root: Path) -> dict[int, Path]:
 
 def clean(root: Path) -> None:
     """Finish or undo what killed processes left: only for the process that owns the run, never while one saves."""
-    for step, suffix, path in folders(root):
+    left = folders(root)
+    if any(suffix for _, suffix, _ in left):
+        # A killed commit may have left a name that is seen but not on the disk: what it replaces goes after that.
+        files.sync_folder(root)
+    for step, suffix, path in left:
         final = step_folder(root, step)
         if suffix == REPLACED and not final.exists():
             files.rename(path, final)

@@ -6,8 +6,9 @@ entries, then the manifest, then the rename, then the parent folder.
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger(__name__)
+
+
+Plan = Mapping[str, Mapping[str, StoredTensor]]
+"""``[kind][name]``: which file gets which box."""
 
 
 def save(
@@ -52,9 +57,62 @@ def save(
         CheckpointSaveError: on all ranks, when anything failed on any of them. What was committed before is
             untouched, and the partial folder is gone.
     """
+    plan = Planner().plan(root, step, model, optimizer, group)
+    return write(root, step, plan, model, optimizer, state, config_file, group)
+
+
+class Planner:
+    """Decides who writes what, and keeps the decision as long as every rank holds what it held."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] = []
+        self._plan: Plan = {}
+
+    def plan(
+        self, root: Path, step: int, model: Sequence[Piece], optimizer: Sequence[Piece], group: dist.ProcessGroup | None
+    ) -> Plan:
+        """The files of a save; the same on all ranks. A collective call; the arguments are those of :func:`save`.
+
+        Raises:
+            CheckpointSaveError: on all ranks, when a rank's pieces cannot be saved, or all pieces together do not
+                cover every tensor exactly once.
+        """
+        failed = _failure(root, step)
+        held: list[Held] = []
+
+        def digest() -> str:
+            held.extend(describe(model, optimizer))
+            return hashlib.sha256(canonical([item.to_json() for item in held])).hexdigest()
+
+        digests = together(digest, failed, group)
+        if digests != self._digests:
+            replies = together(lambda: [item.to_json() for item in held], failed, group)
+            self._plan = plan_files([[Held.from_json(item) for item in reply] for reply in replies])
+            self._digests = digests
+        return self._plan
+
+
+def write(
+    root: Path,
+    step: int,
+    plan: Plan,
+    model: Sequence[Piece],
+    optimizer: Sequence[Piece],
+    state: Mapping[str, Any],
+    config_file: Path,
+    group: dist.ProcessGroup | None = None,
+    before_manifest: Callable[[], None] = lambda: None,
+) -> Path:
+    """Write what was planned, and commit it. A collective call over ``group``; see :func:`save`.
+
+    Args:
+        model: at least the pieces of the weights that the plan gives to this rank.
+        optimizer: the same of the optimizer's state.
+        before_manifest: called on rank 0 when all data is on the disk and the manifest is not.
+    """
     rank, _ = rank_and_size(group)
     folder = layout.step_folder(root, step, layout.PARTIAL)
-    failed = f"the checkpoint of step {step} could not be written to {root}"
+    failed = _failure(root, step)
 
     def begin() -> None:
         if rank == 0:
@@ -65,14 +123,13 @@ def save(
     def finish() -> None:
         if rank == 0:
             records = {name: FileRecord(size, tuple(hashes)) for part in written for name, size, hashes in part}
-            _write_rest(folder, step, tensors, records, state, config_file)
+            before_manifest()
+            _write_rest(folder, step, plan, records, state, config_file)
             layout.commit(root, step)
 
     try:
-        replies = together(lambda: [item.to_json() for item in describe(model, optimizer)], failed, group)
-        tensors = plan_files([[Held.from_json(item) for item in reply] for reply in replies])
         together(begin, failed, group)
-        written = together(lambda: write_files(folder, rank, step, tensors, model, optimizer), failed, group)
+        written = together(lambda: write_files(folder, rank, step, plan, model, optimizer), failed, group)
         together(finish, failed, group)
     except CheckpointSaveError:
         if rank == 0:
@@ -80,6 +137,17 @@ def save(
         exchange_json(None, group)  # no rank goes on before the partial folder is gone
         raise
     return layout.step_folder(root, step)
+
+
+def _failure(root: Path, step: int) -> str:
+    return f"the checkpoint of step {step} could not be written to {root}"
+
+
+def planned_for(plan: Plan, rank: int, kind: str, pieces: Sequence[Piece]) -> list[Piece]:
+    """Those of a rank's pieces that it is the one to write."""
+    name = layout.tensor_file_name(kind, rank)
+    mine = {box for tensor in plan[kind].values() for box, file in tensor.boxes if file == name}
+    return [piece for piece in pieces if piece.box in mine]
 
 
 def describe(model: Sequence[Piece], optimizer: Sequence[Piece]) -> list[Held]:
@@ -104,7 +172,7 @@ def write_files(
     folder: Path,
     rank: int,
     step: int,
-    tensors: Mapping[str, Mapping[str, StoredTensor]],
+    plan: Plan,
     model: Sequence[Piece],
     optimizer: Sequence[Piece],
 ) -> list[tuple[str, int, list[str]]]:
@@ -119,7 +187,7 @@ def write_files(
         mine: dict[str, Piece] = {}
         entries: list[Entry] = []
         by_box: dict[Box, Piece] = {piece.box: piece for piece in pieces}
-        for tensor in tensors[kind].values():
+        for tensor in plan[kind].values():
             for box, file in tensor.boxes:
                 if file == name:
                     mine[box.key] = by_box[box]
@@ -146,7 +214,7 @@ def _host_bytes(pieces: Iterator[Piece]) -> Iterator[memoryview]:
 def _write_rest(
     folder: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, StoredTensor]],
+    plan: Plan,
     records: dict[str, FileRecord],
     state: Mapping[str, Any],
     config_file: Path,
@@ -159,7 +227,7 @@ def _write_rest(
     }
     for name, text in texts.items():
         files.write_file(folder / name, text)
-    manifest = Manifest(step, tensors, {**records, **{name: record_of(text) for name, text in texts.items()}})
+    manifest = Manifest(step, plan, {**records, **{name: record_of(text) for name, text in texts.items()}})
     files.sync_folder(folder)
     files.write_file(folder / layout.MANIFEST, manifest.encode())
     files.sync_folder(folder)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from types import TracebackType
 
 from mgpu_pipe.checkpoint import files
-from mgpu_pipe.checkpoint.chunks import ChunkedFile, ChunkHasher, FileRecord
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, ChunkHasher, FileRecord
 from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_sizes, as_text, parse
 from mgpu_pipe.errors import CheckpointError
 
@@ -30,6 +31,9 @@ ITEM_BYTES = {
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
+
+HASHING_THREADS = 2
+"""Threads that hash what one more writes: with SHA instructions one of them keeps up with most disks."""
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
@@ -84,24 +88,36 @@ def write_tensor_file(
     Raises:
         OSError: the disk is full, the folder cannot be written, ...; names the path.
     """
-    hasher = ChunkHasher()
-    remaining = sum(entry.nbytes for entry in entries)
+    header, size = encode_header(entries, metadata), sum(entry.nbytes for entry in entries)
+    hasher = ChunkHasher(HASHING_THREADS if size > CHUNK_BYTES else 0)
     with files.naming(path):
         descriptor = files.create(path)
         try:
-            header = encode_header(entries, metadata)
-            hasher.update(header)
-            files.write(descriptor, header)
-            for buffer in data:
-                remaining -= memoryview(buffer).nbytes
-                hasher.update(buffer)
-                files.write(descriptor, buffer)
-            if remaining:
-                raise ValueError(f"{path}: the data is {-remaining} bytes longer than its header says")
+            written = begun = 0
+            for part in _parts(chain((header,), data)):
+                hasher.update(part)
+                files.write(descriptor, part)
+                written += part.nbytes
+                if written - begun >= CHUNK_BYTES:
+                    files.begin_flush(descriptor, begun, written - begun)
+                    begun = written
             files.sync(descriptor)
+            record = hasher.record()
+            if record.size != len(header) + size:
+                raise ValueError(f"{path}: has {record.size - len(header)} bytes of data, its header says {size}")
         finally:
+            hasher.close()
             files.close(descriptor)
-    return hasher.record()
+    return record
+
+
+def _parts(data: Iterable[files.Buffer]) -> Iterator[memoryview]:
+    """The bytes in parts of at most a chunk: one is hashed while another is written."""
+    for buffer in data:
+        rest = memoryview(buffer)
+        while rest.nbytes:
+            yield rest[:CHUNK_BYTES]
+            rest = rest[CHUNK_BYTES:]
 
 
 @dataclass(frozen=True)

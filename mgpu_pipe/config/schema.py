@@ -221,6 +221,12 @@ class CheckpointConfig:
     """Checkpoints with the lowest best_metric kept besides."""
     best_metric: str = "val/loss"
     """Metric, lower is better, that keep_best ranks by."""
+    async_save: bool = True
+    """Write beside training, which waits only while its state is copied to host memory; false waits for the write."""
+    when_busy: Literal["wait", "skip"] = "wait"
+    """A save that is due while the one before is still being written: wait for that one, or leave this one out."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """A save that fails (a full disk): stop the run, or warn and train on; the run's last save always stops it."""
     resume: str = "none"
     """none, auto (go on in run.dir or in the newest run of run.name), or a run or step folder."""
     init_from: str | None = None

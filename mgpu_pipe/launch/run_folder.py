@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
+CLOCK_STEP_S = 0.001
+"""What a run is said to be begun after another whose clock was ahead."""
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 ATTEMPT_CONFIG = re.compile(r"config-attempt-(\d+)\.yaml")
 
@@ -130,7 +132,8 @@ def record_launch(
     """
     freeze(config, paths.config)
     paths.overrides.write_text("".join(f"{override}\n" for override in overrides), encoding="utf-8")
-    write_environment(paths.environment, {**environment, "created": _created(paths) or environment["started"]})
+    created = _created(paths) or _begun(paths, float(str(environment["started"])), config)
+    write_environment(paths.environment, {**environment, "created": created})
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
     paths.tokenizer.mkdir(exist_ok=True)
     for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was
@@ -213,10 +216,18 @@ def _created(paths: RunPaths) -> float:
     return float(created) if isinstance(created, int | float) else 0.0
 
 
+def _begun(paths: RunPaths, now: float, config: RunConfig) -> float:
+    """``now``, but later than every other run of this name, also where the clock was set back since."""
+    if config.run.dir is not None:
+        return now
+    others = [_created(RunPaths(folder)) for folder in paths.root.parent.iterdir() if folder != paths.root]
+    return max(now, *(created + CLOCK_STEP_S for created in others), 0.0)
+
+
 def _recorded(paths: RunPaths) -> dict[str, object]:
     """``environment.json``; empty where there is none that can be read."""
     try:
         recorded = json.loads(paths.environment.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return recorded if isinstance(recorded, dict) else {}

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from mgpu_pipe.checkpoint.background import BackgroundSaver
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import prune
-from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.save import Plan, Planner, write
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import CheckpointSaveError
+
+_log = logging.getLogger(__name__)
 
 
 class HoldsState(Protocol):
@@ -31,51 +38,152 @@ class HoldsState(Protocol):
 
 
 class Checkpointer:
-    """Saves a run's checkpoints and prunes old ones. Every method is a collective call.
+    """Saves a run's checkpoints and prunes old ones. Methods are collective calls unless they say otherwise.
 
     Args:
         fixed_state: entries of ``state.json`` that are the same at every step (topology, seed, horizon, ...).
+        timeout_s: seconds after which a rank that does not come to a save's next part fails the save.
+        patience_s: seconds that a save gets to be committed when training has failed.
+        before_manifest: brings to the disk what must be there before a checkpoint is; called on rank 0, perhaps by
+            another thread.
     """
 
-    def __init__(self, config: CheckpointConfig, paths: RunPaths, fixed_state: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        paths: RunPaths,
+        fixed_state: dict[str, Any],
+        *,
+        timeout_s: float = 600.0,
+        patience_s: float = 60.0,
+        before_manifest: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config, self._paths, self._fixed_state = config, paths, fixed_state
+        self._before_manifest, self._patience_s = before_manifest, patience_s
+        # The run's last save has nothing to run beside.
+        beside = config.async_save and config.every_n_steps is not None
+        self._background = BackgroundSaver(timeout_s) if beside else None
+        self._planner = Planner()
         self.last_step: int | None = None
+        """The newest step whose save was begun."""
         self.last_path: Path | None = None
+        """The newest checkpoint of this attempt that was committed."""
 
     def due(self, step: int) -> bool:
-        """Whether ``checkpoint.every_n_steps`` asks for a save after this (one-based) step."""
+        """Whether ``checkpoint.every_n_steps`` asks for a save after this (one-based) step. Not collective."""
         every = self._config.every_n_steps
         return every is not None and step % every == 0
 
-    def save(self, strategy: HoldsState, step: int, metrics: dict[str, float]) -> Path:
-        """Commit a checkpoint of ``step``, then delete those that retention gives up.
+    @property
+    def must_stop(self) -> bool:
+        """Whether a save that this rank knows of failed and is to end the run. Not collective: ranks may differ."""
+        failed = self._background is not None and self._background.failed
+        return failed and self._config.on_save_error == "stop"
+
+    def save(self, strategy: HoldsState, step: int, metrics: dict[str, float], *, last: bool = False) -> None:
+        """Save ``step``, then delete what retention gives up: beside training, or before this returns.
+
+        Args:
+            last: nothing is trained after this: written without a copy, and committed when this returns.
 
         Raises:
-            CheckpointSaveError: on every rank, when any rank could not write.
+            CheckpointSaveError: on every rank, when any rank could not write: the last save, or any where
+                ``checkpoint.on_save_error=stop``; also of a save that was begun earlier.
         """
-        state = {
+        background = self._background
+        if background is not None:
+            if self._config.when_busy == "skip" and not last and background.running_anywhere():
+                _warn(f"the checkpoint of step {step} is left out: the one before is still being written "
+                      "(checkpoint.when_busy=skip)")  # fmt: skip
+                return
+            self._settle(background.wait(), last=False)
+        self.last_step = step
+        root, model, optimizer = self._paths.checkpoints, strategy.model_pieces(), strategy.optimizer_pieces()
+        state = self._state(strategy, step, metrics)
+        try:
+            plan = self._planner.plan(root, step, model, optimizer, None)
+            if background is not None and not last:
+                background.start(plan, model, optimizer, partial(self._write_beside, plan, state))
+                return
+            if background is not None:
+                background.release()
+            self._write(plan, model, optimizer, state, None)
+        except CheckpointSaveError as error:
+            if self._goes_on_after_errors and not last:
+                self._tell(error)
+            self._settle(error, last)
+
+    def finish(self, step: int) -> None:
+        """Wait for the save that is going on; training has ended after ``step``.
+
+        Raises:
+            CheckpointSaveError: on every rank; see :meth:`save`.
+        """
+        if self._background is not None:
+            self._settle(self._background.wait(), last=self.last_step == step)
+            self._background.release()
+
+    def let_finish(self) -> None:
+        """Give a save that is going on the time to be committed, where training failed. Not collective."""
+        if self._background is not None:
+            self._background.wait(self._patience_s)
+
+    @property
+    def _goes_on_after_errors(self) -> bool:
+        return self._config.on_save_error == "continue"
+
+    def _state(self, strategy: HoldsState, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+        return {
             **self._fixed_state,
-            **strategy.state_entries(),
+            **copy.deepcopy(strategy.state_entries()),  # written later, when training has gone on
             "step": step,
             "samples_consumed": step * self._fixed_state["global_batch_size"],
             # JSON has no infinity: a perplexity that overflowed is left out.
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
+
+    def _write_beside(self, plan: Plan, state: dict[str, Any], model: list[Piece], optimizer: list[Piece]) -> None:
+        assert self._background is not None
         try:
-            path = save(
-                self._paths.checkpoints, step, strategy.model_pieces(), strategy.optimizer_pieces(), state,
-                self._paths.config,
-            )
+            self._write(plan, model, optimizer, state, self._background.group)
         except CheckpointSaveError as error:
-            good = newest_valid(self._paths.checkpoints, "fallback", "size")
-            last = f"the last good one is {good.path}" if good is not None else "there is none before it"
-            fix = "free space or lower checkpoint.keep_last, and go on with checkpoint.resume=auto"
-            raise CheckpointSaveError(f"{error}; {last}; {fix}") from error
-        self.last_step, self.last_path = step, path
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            keep = self._config
-            prune(self._paths.checkpoints, keep.keep_last, keep.keep_every, self._best_steps())
-        return path
+            if self._goes_on_after_errors:
+                self._tell(error)  # at once, and not at the next save only
+            raise
+
+    def _write(
+        self,
+        plan: Plan,
+        model: list[Piece],
+        optimizer: list[Piece],
+        state: dict[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        root, keep = self._paths.checkpoints, self._config
+        self.last_path = write(
+            root, state["step"], plan, model, optimizer, state, self._paths.config, group, self._before_manifest
+        )
+        if _is_rank_0():
+            try:
+                prune(root, keep.keep_last, keep.keep_every, self._best_steps())
+            except OSError as error:  # the new checkpoint is safe; the disk may fill up
+                _warn(f"old checkpoints could not be deleted: {error}; delete them by hand")
+
+    def _tell(self, error: CheckpointSaveError) -> None:
+        _warn(f"WARNING: {error}; {self._last_good()}; training goes on (checkpoint.on_save_error=continue)")
+
+    def _settle(self, error: Exception | None, last: bool) -> None:
+        """Raise a save's error unless it was told and the run is to go on."""
+        if error is None or (self._goes_on_after_errors and not last and isinstance(error, CheckpointSaveError)):
+            return
+        if not isinstance(error, CheckpointSaveError):
+            raise error
+        fix = "free space or lower checkpoint.keep_last, and go on with checkpoint.resume=auto"
+        raise CheckpointSaveError(f"{error}; {self._last_good()}; {fix}") from error
+
+    def _last_good(self) -> str:
+        good = newest_valid(self._paths.checkpoints, "fallback", "size")
+        return f"the last good one is {good.path}" if good is not None else "there is none before it"
 
     def _best_steps(self) -> list[int]:
         """The ``keep_best`` committed steps with the lowest ``best_metric``."""
@@ -88,6 +196,16 @@ class Checkpointer:
                 if self._config.best_metric in metrics:
                     ranked.append((metrics[self._config.best_metric], info.step))
         return [step for _, step in sorted(ranked)[: self._config.keep_best]]
+
+
+def _warn(text: str) -> None:
+    """To the user, once."""
+    if _is_rank_0():
+        _log.warning("%s", text)
+
+
+def _is_rank_0() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class MetricsWriter:
         self.columns: list[str] = []
         self._known: frozenset[str] = frozenset()
         self._descriptor = -1
+        self._descriptor_lock = threading.Lock()
+        """A checkpoint that is written beside training calls :meth:`sync` from a thread of its own."""
         self._open([*METRIC_COLUMNS, *extra])
 
     def append(self, row: Mapping[str, Number]) -> None:
@@ -75,18 +78,24 @@ class MetricsWriter:
     def widen(self, extra: Sequence[str]) -> None:
         """Add columns, empty in the rows so far. Rewrites the file: for the rare metric that turns up late."""
         if not set(extra) <= self._known:
-            self.close()
-            self._open([*self.columns, *extra])
+            with self._descriptor_lock:
+                self._close()
+                self._open([*self.columns, *extra])
 
     def sync(self) -> None:
         """Return when every row written so far is on the disk."""
         try:
-            os.fsync(self._descriptor)
+            with self._descriptor_lock:
+                os.fsync(self._descriptor)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
     def close(self) -> None:
         """Close the file; may be called twice."""
+        with self._descriptor_lock:
+            self._close()
+
+    def _close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

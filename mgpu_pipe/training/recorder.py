@@ -1,7 +1,7 @@
 """The callback that closes every optimizer step: its row of metrics, loggers, progress, checkpoint, and stop.
 
-A step is closed after its evaluation, where it has one, so that its row is whole and reaches the file before the
-manifest of its checkpoint is written (DESIGN 10).
+A step is closed after its evaluation, where it has one, so that its row is whole and is in the file before its
+checkpoint is begun. The save itself brings the file to the disk before the manifest (DESIGN 10).
 """
 
 from __future__ import annotations
@@ -137,11 +137,13 @@ class StepRecorder(pl.Callback):
             self._close_step(trainer)
         unsaved = self._checkpointer.last_step != self.step and self.step > self._start_step
         if unsaved and (self._save_last or self.stopped):
-            self._save(trainer)
+            self._save(trainer, last=True)
+        self._checkpointer.finish(self.step)
         if self._progress is not None:
             self._progress.close()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._checkpointer.let_finish()
         if self._progress is not None:
             self._progress.close()
 
@@ -193,7 +195,5 @@ class StepRecorder(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step=row["step"])
 
-    def _save(self, trainer: pl.Trainer) -> None:
-        if self._writer is not None:
-            self._writer.sync()
-        self._checkpointer.save(trainer.strategy, self.step, self._measured)  # type: ignore[arg-type]
+    def _save(self, trainer: pl.Trainer, last: bool = False) -> None:
+        self._checkpointer.save(trainer.strategy, self.step, self._measured, last=last)  # type: ignore[arg-type]

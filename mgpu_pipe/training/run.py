@@ -104,14 +104,7 @@ def train(
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
     )
-    strategy = strategy_class(config.strategy.engine).from_config(
-        config,
-        dims,
-        device,
-        materialise=fill,
-        dropout_seed=config.seed if uses_dropout(model) else None,
-        stop_requested=stop_requested,
-    )
+    writer = _metrics_writer(paths, start_step) if rank == 0 else None
     checkpointer = Checkpointer(
         config.checkpoint,
         paths,
@@ -126,8 +119,18 @@ def train(
             "config_hash": config_hash(config),
             "model_config": settings,
         },
+        timeout_s=config.launch.collective_timeout,
+        patience_s=config.launch.stop_timeout,
+        before_manifest=writer.sync if writer is not None else lambda: None,
     )
-    writer = _metrics_writer(paths, start_step) if rank == 0 else None
+    strategy = strategy_class(config.strategy.engine).from_config(
+        config,
+        dims,
+        device,
+        materialise=fill,
+        dropout_seed=config.seed if uses_dropout(model) else None,
+        stop_requested=lambda: stop_requested() or checkpointer.must_stop,
+    )
     weights_only = reader is None and config.checkpoint.init_from is not None and not _starts_from_folder(config)
     source = _weights_reader(config) if weights_only else reader
     if source is not None:

@@ -21,7 +21,7 @@ from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import newest_valid
-from mgpu_pipe.errors import CheckpointSaveError
+from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.support import (
     CUTS,
     config_file,
@@ -82,6 +82,17 @@ def test_four_replicas_write_each_tensor_once_and_share_the_work(tmp_path: Path)
 def test_three_ranks_save_and_two_load_other_cuts_bit_equal(source: str, target: str, tmp_path: Path) -> None:
     folder = run_processes(3, _save, tmp_path / "checkpoints", 5, source)[0]
     run_processes(2, _check, folder, target, 5)
+
+
+def test_a_missing_file_of_a_rank_is_named_whatever_is_checked(tmp_path: Path) -> None:
+    folder = run_processes(2, _save, tmp_path / "checkpoints", 5, "rows")[0]
+    (folder / "model-00001.safetensors").unlink()
+    for verify in ("full", "size"):
+        with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: the file is missing"):
+            CheckpointReader(folder, verify)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: the file is missing"):
+        CheckpointReader(folder, "off").read(empty_like(cut_pieces(model_tensors(5), CUTS["whole"])), "model")
+    assert newest_valid(tmp_path / "checkpoints") is None
 
 
 def test_the_tensors_do_not_depend_on_who_saved_them(tmp_path: Path) -> None:

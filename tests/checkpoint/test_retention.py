@@ -81,3 +81,15 @@ def test_a_step_with_a_leftover_of_its_replacement_is_deleted_for_good(root: Pat
     found = newest_valid(root)
     assert _steps(root) == [60] and found is not None and found.step == 60
     assert [path.name for path in root.iterdir()] == ["step-00000060"]
+
+
+@pytest.mark.parametrize("suffix", ["", ".partial", ".deleting", ".replaced"])
+def test_a_symbolic_link_in_a_steps_place_is_never_followed_to_delete(suffix: str, root: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    (root / "step-00000010").rename(precious)
+    kept = sorted(path.name for path in precious.iterdir())
+    (root / f"step-00000010{suffix}").symlink_to(precious)
+    _save(root, 70)
+    prune(root, 1)
+    assert sorted(path.name for path in precious.iterdir()) == kept
+    assert [path.name for path in root.iterdir()] == ["step-00000070"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_the_newest_step_is_taken(root: Path) -> None:
     found = newest_valid(root)
     assert found is not None and found.path == root / "step-00000030"
     assert [(info.step, info.valid) for info in list_steps(root)] == [(10, True), (20, True), (30, True)]
+
+
+def test_clocks_do_not_decide(root: Path) -> None:
+    """A clock that was set back between saves gives the later step the earlier times."""
+    for age, path in enumerate(sorted(root.iterdir())):
+        for file in (*path.iterdir(), path):
+            os.utime(file, (1_000_000 - 1000 * age, 1_000_000 - 1000 * age))
+    assert _newest(root) == 30
 
 
 def test_there_is_none_in_a_folder_that_is_empty_or_missing(tmp_path: Path) -> None:

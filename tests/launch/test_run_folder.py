@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +129,17 @@ def test_auto_goes_on_in_the_run_begun_last(tmp_path: Path) -> None:
     folder = choose_folder(config_in(tmp_path, "auto"))
     assert folder.goes_on
     assert folder.paths.root == newest.root
+
+
+def test_the_run_begun_last_is_so_also_where_the_clock_was_set_back_since(tmp_path: Path) -> None:
+    now = time.time()
+    leave_run(tmp_path / "study" / "first", now + 1e6)
+    config = config_in(tmp_path)
+    second = choose_folder(config).paths
+    record_launch(second, config, [], {"started": now}, prepare(synthetic_run(tmp_path, num_documents=20)))
+    assert newest_run(tmp_path / "study") == second.root
+    recorded = json.loads(second.environment.read_text())
+    assert recorded["started"] == now
 
 
 def test_auto_starts_afresh_where_there_is_no_run(tmp_path: Path) -> None:

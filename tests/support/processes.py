@@ -20,11 +20,13 @@ from typing import Any
 PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytorch_lightning", "transformers",
            "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
            "transformers.models.qwen3.modeling_qwen3", "transformers.models.mixtral.modeling_mixtral",
-           "mgpu_pipe.training.run", "tests.support.preload_deepspeed"]
+           "mgpu_pipe.training.run", "mgpu_pipe.cli", "mgpu_pipe.config.hydra_cli", "mgpu_pipe.launch.join",
+           "mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_deepspeed"]
 TIMEOUT_S = 240.0
 
 
-def _context() -> Any:
+def preloaded() -> Any:
+    """The multiprocessing context whose processes are forked from the server."""
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     context = multiprocessing.get_context("forkserver")
@@ -58,7 +60,7 @@ def _entry(
 
 def run_processes(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """Results of ``function(*args)`` by rank; raises AssertionError with the first failing rank's traceback."""
-    context = _context()
+    context = preloaded()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):

@@ -1,0 +1,142 @@
+"""Saving beside training: values are copied to host memory, and a thread writes the copies.
+
+Collectives of two threads must not share a process group: the thread's have a gloo group of their own, in which every
+rank's thread makes the same calls in the same order, one save after another. The calling thread's are in the world's
+group, between those of training. So all ranks must call the methods here at the same place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size
+from mgpu_pipe.checkpoint.layout import KINDS
+from mgpu_pipe.checkpoint.save import Plan, planned_for
+
+ALIGNMENT = 64
+"""Bytes that a copy's place is a multiple of: a cache line, and every dtype's size."""
+
+Write = Callable[[list[Piece], list[Piece]], object]
+"""Writes the pieces of model and optimizer; see ``checkpoint.save.write``."""
+
+
+class HostCopies:
+    """Host memory for the values of one save, kept for the next; page-locked where they come from a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._memory.numel()
+
+    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces with their values as they are now, in this object's memory: the next call overwrites them.
+
+        Returns once everything is copied, so that the tensors may change.
+        """
+        places, size = [], 0
+        for piece in pieces:
+            places.append(size)
+            size += -(-piece.tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
+        if size > self.nbytes or (devices and not self._pinned):
+            self._allocate(size, pinned=bool(devices))
+        copies = []
+        for piece, place in zip(pieces, places, strict=True):
+            tensor = piece.tensor.detach()
+            copy = self._memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor, non_blocking=True)
+            copies.append(Piece(piece.box, piece.global_shape, copy))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def release(self) -> None:
+        """Give the memory back; pieces that :meth:`take` returned are gone."""
+        self._allocate(0, pinned=False)
+
+    def _allocate(self, size: int, pinned: bool) -> None:
+        if self._pinned:
+            _check_cuda(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
+            self._pinned = False
+        self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new comes
+        self._memory = torch.empty(size, dtype=torch.uint8)
+        if pinned and size:
+            # torch's own allocator of page-locked memory rounds up to a power of two: up to twice the model.
+            _check_cuda(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
+            self._pinned = True
+
+
+def _check_cuda(code: object) -> None:
+    if int(code) != 0:  # type: ignore[call-overload]
+        raise RuntimeError(f"host memory for a checkpoint cannot be page-locked: CUDA error {code}")
+
+
+class BackgroundSaver:
+    """One save at a time, beside training. Collective: made, and every method called, by all ranks alike.
+
+    Args:
+        timeout_s: seconds after which a rank that does not come to a save's next part fails the save.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        _, size = rank_and_size(None)
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if size > 1 else None
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank's part of a save is still going on. Not collective: ranks may differ."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save failed whose error :meth:`wait` has not given back yet. Not collective."""
+        return self._error is not None
+
+    def running_anywhere(self) -> bool:
+        """Whether any rank's part of a save is still going on; the same on all."""
+        return any(exchange_json(self.running, None))
+
+    def start(self, plan: Plan, model: Sequence[Piece], optimizer: Sequence[Piece], write: Write) -> None:
+        """Copy this rank's share of the planned values and begin to write it. The save before has been waited for."""
+        assert self._thread is None and self._error is None
+        rank, _ = rank_and_size(None)
+        mine = [planned_for(plan, rank, kind, part) for kind, part in zip(KINDS, (model, optimizer), strict=True)]
+        copies = self._copies.take([*mine[0], *mine[1]])
+        parts = copies[: len(mine[0])], copies[len(mine[0]) :]
+
+        def run() -> None:
+            try:
+                write(*parts)
+            except Exception as error:  # whatever it is reaches the run through wait()
+                self._error = error
+
+        # A daemon: where training itself failed, the process must not wait for ranks that are gone.
+        self._thread = threading.Thread(target=run, name="checkpoint-save", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> Exception | None:
+        """Wait for the save that is going on, and give back its error, once."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        error, self._error = self._error, None
+        return error
+
+    def release(self) -> None:
+        """Give the memory of the copies back; call it when no save is going on."""
+        self._copies.release()
