@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.adapters import tensor_pieces
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
@@ -32,10 +31,11 @@ from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, 
 from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.swap_folder import claim
-from mgpu_pipe.strategies.zero_build import Shards, equal_part, partition_model, values_of, whole_values
+from mgpu_pipe.strategies.zero_build import Shards, partition_model, values_of, whole_values
 from mgpu_pipe.strategies.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
+from mgpu_pipe.strategies.zero_frozen import FrozenWeights
 from mgpu_pipe.strategies.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
-from mgpu_pipe.strategies.zero_state import ZeroState, fragment_pieces
+from mgpu_pipe.strategies.zero_state import ZeroState
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._engine: DeepSpeedEngine | None = None
         self._state: ZeroState | None = None
         self._initial: Shards = {}
-        self._frozen: Shards = {}
+        self._frozen: FrozenWeights | None = None
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
@@ -140,6 +140,11 @@ class DeepSpeedStrategy(EngineStrategy):
     def state(self) -> ZeroState:
         assert self._state is not None, "the state exists once training is set up"
         return self._state
+
+    @property
+    def frozen(self) -> FrozenWeights:
+        assert self._frozen is not None, "the engine exists once training is set up"
+        return self._frozen
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -197,9 +202,10 @@ class DeepSpeedStrategy(EngineStrategy):
             if parameter.requires_grad:
                 self._used[name] = 0.0
                 parameter.register_post_accumulate_grad_hook(self._mark(name))
-        self._take_initial_values(model)
+        self._frozen = FrozenWeights(model)
+        self._take_initial_values()
 
-    def _take_initial_values(self, model: nn.Module) -> None:
+    def _take_initial_values(self) -> None:
         """The fp32 masters' initial values: DeepSpeed makes them from the weights that it has rounded."""
         if not self._initial:
             return
@@ -207,11 +213,7 @@ class DeepSpeedStrategy(EngineStrategy):
             for f in self.state.fragments:
                 f.of(self.state.values(f.group)[0]).copy_(values_of(self._initial, f.name, f.start, f.numel))
             self.state.weights_written()
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                start, stop = equal_part(getattr(parameter, "ds_numel", parameter.numel()), rank, ranks)
-                self._frozen[name] = (start, values_of(self._initial, name, start, stop - start).clone())
+        self.frozen.keep(self._initial)
         self._initial = {}
 
     def _mark(self, name: str) -> Callable[[torch.Tensor], None]:
@@ -317,7 +319,7 @@ class DeepSpeedStrategy(EngineStrategy):
     # -- state --------------------------------------------------------------------------------------------------
 
     def model_pieces(self) -> list[Piece]:
-        return [*self.state.master_pieces(), *self._frozen_pieces()]
+        return [*self.state.master_pieces(), *self.frozen.pieces()]
 
     def optimizer_pieces(self) -> list[Piece]:
         return self.state.optimizer_pieces()
@@ -328,18 +330,9 @@ class DeepSpeedStrategy(EngineStrategy):
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
         self.state.create_optimizer_state(stored, weights)
 
-    @torch.no_grad()
     def pieces_written(self) -> None:
         self.state.weights_written()
-        for name, parameter in self._frozen_parameters():
-            if name not in self._frozen:
-                continue  # the weights themselves are the masters
-            values = self._frozen[name][1]
-            part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
-            if part is not None:
-                part.narrow(0, 0, values.numel()).copy_(values)
-            else:
-                _gather_parts(parameter, values)
+        self.frozen.written()
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps on its device of weights, gradients and optimizer state, and of activations.
@@ -348,44 +341,8 @@ class DeepSpeedStrategy(EngineStrategy):
         behind; activations what the first forward pass left. What is offloaded is not counted.
         """
         kind = self._device.type
-        frozen = [getattr(parameter, "ds_tensor", parameter) for _, parameter in self._frozen_parameters()]
-        masters = [values for _, values in self._frozen.values()]
         return {
-            "weights": storage_bytes([*self.state.held_weights(), *frozen, *masters], kind),
+            "weights": storage_bytes([*self.state.held_weights(), *self.frozen.held()], kind),
             "optimizer": storage_bytes(self.state.held_state(), kind),
             **self._memory,
         }
-
-    def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.objective.model.named_parameters() if not p.requires_grad]
-
-    def _frozen_pieces(self) -> list[Piece]:
-        """Parts of the parameters that are not trained, which no optimizer holds."""
-        pieces: list[Piece] = []
-        for name, parameter in self._frozen_parameters():
-            part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            if name in self._frozen:
-                start, values = self._frozen[name]
-                pieces += fragment_pieces(name, shape, start, values)
-            elif part is not None:
-                start, stop = equal_part(shape_numel(shape), dist.get_rank(), dist.get_world_size())
-                pieces += fragment_pieces(name, shape, start, part.narrow(0, 0, stop - start))
-            else:
-                pieces += tensor_pieces(name, parameter)
-        return pieces
-
-
-def shape_numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _gather_parts(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Fill a whole parameter from every rank's part. A collective call."""
-    ranks = dist.get_world_size()
-    size = -(-parameter.numel() // ranks)
-    mine = torch.zeros(size, dtype=values.dtype, device=values.device)
-    mine[: values.numel()] = values
-    whole = torch.empty(size * ranks, dtype=values.dtype, device=values.device)
-    dist.all_gather_into_tensor(whole, mine)
-    parameter.data.view(-1).copy_(whole[: parameter.numel()])

@@ -128,7 +128,7 @@ class MeshStrategy(EngineStrategy):
             at = self.dims.randomness_rank(self.global_rank)
             torch.manual_seed(step_seed(self._dropout_seed, window.step, at))
         split = self.split
-        split.begin_window()
+        split.facts.begin()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         if split.pipeline is not None:
             parts = [split.part_of(micro_batch) for micro_batch in window.micro_batches]
@@ -180,7 +180,7 @@ class MeshStrategy(EngineStrategy):
         return finite
 
     def zero_gradients(self) -> None:
-        self.split.zero_gradients()
+        self.split.facts.zero()
 
     @torch.no_grad()
     def run_evaluation(self, window: StepWindow) -> torch.Tensor:

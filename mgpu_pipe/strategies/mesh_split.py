@@ -14,10 +14,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
 
 from mgpu_pipe.data.window import StepWindow
-from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
@@ -34,12 +32,11 @@ from mgpu_pipe.parallel.fully_shard import (
     apply_fully_shard,
     find_units,
     reshard_all,
-    set_gradient_sync,
 )  # fmt: skip
-from mgpu_pipe.parallel.gradients import counted_norm, gradient_norm
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
+from mgpu_pipe.strategies.window_facts import WindowFacts, counted_once
 from mgpu_pipe.topology import ParallelDims
 
 LOAD_METRICS = ("experts/load_max_over_mean", "experts/dropped_tokens")
@@ -81,6 +78,7 @@ class SplitModel:
         parameters: those that are trained, of this rank.
         sharded: the model as FSDP2's root, where that is at work.
         pipeline: this rank's stages, where there are several.
+        facts: of the window that is under way.
     """
 
     def __init__(
@@ -89,8 +87,6 @@ class SplitModel:
         self._objective, self._dims, self._device, self._options = objective, dims, device, options
         self.sharded: FSDPModule | None = None
         self.pipeline: Pipeline | None = None
-        self._reducer: GradientReducer | None = None
-        self._used: UsedParameters | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         model = objective.model
         if options.precision == "bf16_true":
@@ -111,15 +107,17 @@ class SplitModel:
         if fill is not None:
             fill(model, torch.device("cpu") if options.sharding.offload else device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        reducer, used = None, None
         if self.sharded is not None:
             if options.sharding.offload:
                 _move_buffers(model, device)
-            self._used = UsedParameters(model, self.parameters)
+            used = UsedParameters(model, self.parameters)
             if self.pipeline is not None:
                 find_units(self.sharded)
         elif dims.data_parallel_size > 1:
-            self._reducer = GradientReducer(self.parameters, None, options.bucket_mib)
-        self._counted = _counted(model) if dims.uses_model_axes else None
+            reducer = GradientReducer(self.parameters, None, options.bucket_mib)
+        counted = counted_once(model) if dims.uses_model_axes else None
+        self.facts = WindowFacts(self.parameters, reducer, used, counted, device)
 
     # -- splitting ----------------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class SplitModel:
             compute = COMPUTE_DTYPES[options.precision] or next(model.parameters()).dtype
             self.pipeline = Pipeline(
                 options.pipeline, views, self._groups["pp"], self._device, self._objective.micro_batch_loss, compute,
-                in_stage=self._in_stage, after_weights=self._note_gradients,
+                in_stage=self._in_stage, after_weights=lambda: self.facts.note_gradients(),
             )  # fmt: skip
         return experts
 
@@ -194,10 +192,6 @@ class SplitModel:
             with router_loss.collecting():
                 return cast(torch.Tensor, router_loss.attached(compute(), batch["labels"], scale))
 
-    def _note_gradients(self) -> None:
-        if self._used is not None:
-            self._used.note_gradients()
-
     # -- a step window ------------------------------------------------------------------------------------------
 
     def part_of(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -209,20 +203,9 @@ class SplitModel:
         """Whether this rank's sum of losses is to be added; tensor-parallel ranks have the same one."""
         return "tp" not in self._groups or self._groups["tp"].rank() == 0
 
-    def begin_window(self) -> None:
-        """Forget the last window's gradients."""
-        if self._reducer is not None:
-            # Here, not after the update: Lightning and its callbacks may have set gradients to None since.
-            self._reducer.zero()
-        if self._used is not None:
-            self._used.clear()
-
     def begin_backward(self, last: bool) -> None:
         """Announce a micro-batch; ``last`` is the window's last. A pipeline sees to it itself."""
-        if self._reducer is not None:
-            self._reducer.start(last)
-        elif self.sharded is not None:
-            set_gradient_sync(self.sharded, last, self.shards)
+        self.facts.begin_backward(last, self.sharded, self.shards)
 
     @property
     def shards(self) -> bool:
@@ -236,66 +219,15 @@ class SplitModel:
             return self._objective.micro_batch_loss(part)
 
     def end_window(self, loss_sum: torch.Tensor, stop: bool, window: StepWindow) -> tuple[float, float, bool]:
-        """The window's global loss, gradient norm, and whether any rank is to stop; equal on all. A collective call.
+        """See :meth:`WindowFacts.end`."""
+        own = loss_sum if self.counts_its_loss else torch.zeros_like(loss_sum)
+        return self.facts.end(own, stop, window, self._reduce_axes)
 
-        Gradients that no process produced are None afterwards, as in one process, and not the zeros that were reduced.
-        """
-        told = torch.tensor([1.0 if stop else 0.0], dtype=torch.float64, device=self._device)
-        if not self.counts_its_loss:
-            loss_sum = torch.zeros_like(loss_sum)
-        facts = torch.cat([loss_sum.reshape(1), told])
-        used, parameters = self._gradients_seen()
-        if self._counted is None:
-            # One small all-reduce tells every rank the loss, whether any is to stop, and which gradients exist.
-            flags = torch.tensor(used, dtype=torch.float64, device=self._device)
-            facts = _summed(torch.cat([facts, flags]))
-            unused = facts[2:] == 0
-        else:
-            facts = _summed(facts)
-            unused = self._unused_of(used, parameters)
-        num_unused = unused.sum().double()
-        if self._counted is None:
-            norm = gradient_norm(self.parameters, self._device)
-            # One copy to the host for all that it decides.
-            values = torch.stack([facts[0] / window.normalizer, facts[1], norm, num_unused]).tolist()
-            self._forget(unused, parameters, values[3])
-            return values[0], values[2], values[1] > 0
-        self._forget(unused, parameters, float(num_unused))
+    def _reduce_axes(self) -> None:
         if "tp" in self._groups:
             reduce_replicated_gradients(self._objective.model, self._groups["tp"])
         if self.pipeline is not None:
             self.pipeline.reduce_tied_gradients()
-        norm = counted_norm(self.parameters, self._counted, self._device)
-        values = torch.stack([facts[0] / window.normalizer, facts[1], norm]).tolist()
-        return values[0], values[2], values[1] > 0
-
-    def _gradients_seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
-        """Wait for what is being reduced; which of these parameters got a gradient on this process."""
-        if self._reducer is not None:
-            return self._reducer.finish(), self._reducer.parameters
-        if self._used is not None:
-            return self._used.flags, self.parameters
-        return [], []
-
-    def _unused_of(self, used: list[bool], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Which parameters got no gradient on any rank that holds a part of them. A collective call."""
-        flags = torch.tensor(used, dtype=torch.float64, device=self._device)
-        by_mesh: dict[Any, list[int]] = {}
-        for index, parameter in enumerate(parameters):
-            assert isinstance(parameter, DTensor)
-            by_mesh.setdefault(parameter.device_mesh, []).append(index)
-        for mesh, indices in by_mesh.items():
-            of_mesh = flags[indices]
-            for dim in range(mesh.ndim):
-                if mesh.size(dim) > 1:
-                    dist.all_reduce(of_mesh, group=mesh.get_group(dim))
-            flags[indices] = of_mesh
-        return flags == 0
-
-    def _forget(self, unused: torch.Tensor, parameters: list[torch.nn.Parameter], count: float) -> None:
-        if count:
-            for index in torch.nonzero(unused).flatten().tolist():
-                parameters[index].grad = None
 
     def step_metrics(self) -> dict[str, float]:
         """How evenly tokens were spread over the experts since the last call; empty for a dense model. Collective."""
@@ -311,42 +243,10 @@ class SplitModel:
             found = worst.tolist()
         return dict(zip(LOAD_METRICS, found, strict=True))
 
-    def zero_gradients(self) -> None:
-        """Free the gradients; the reducer's stay in its buckets and are cleared when the next window starts."""
-        if self._reducer is None:
-            for parameter in self.parameters:
-                parameter.grad = None
-
     def settle(self) -> None:
         """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""
         if self.sharded is not None:
             reshard_all(self.sharded)
-
-
-def _summed(values: torch.Tensor) -> torch.Tensor:
-    if dist.get_world_size() > 1:
-        dist.all_reduce(values)
-    return values
-
-
-def _counted(model: torch.nn.Module) -> list[bool]:
-    """For each trained parameter whether this rank's part counts in the norm: every element on one rank."""
-    layouts = layouts_of(model)
-    found = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        layout = layouts.get(name)
-        counts = layout is None or layout.owned
-        if counts and isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            at = mesh.get_coordinate()
-            assert at is not None
-            counts = all(
-                at[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate)
-            )
-        found.append(counts)
-    return found
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

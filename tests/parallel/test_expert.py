@@ -14,9 +14,9 @@ from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.objectives.router_loss import router_modules
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
-from mgpu_pipe.parallel.expert_groups import expert_groups, expert_mesh
 from mgpu_pipe.parallel.expert_load import ExpertLoad
 from mgpu_pipe.topology import ParallelDims
+from tests.support.expert_groups import expert_groups
 from tests.support.experts import (
     MIXTURES,
     batch_of,
@@ -184,7 +184,7 @@ def test_a_tensor_parallel_rank_without_a_token_takes_part_and_the_router_counts
 def _fully_sharded() -> dict[str, Any]:
     """Experts over ep 2 and sharded over the 2 ranks that hold the same; the rest sharded over all 4."""
     dims, rank = ParallelDims(dp_shard=4, ep=2), dist.get_rank()
-    mesh, data = expert_mesh(dims, "cpu"), dims.device_mesh("cpu")["dp_shard"]
+    mesh, data = dims.expert_mesh("cpu"), dims.device_mesh("cpu")["dp_shard"]
     model = build_meta(MIXTURES["mixtral"])
     apply_expert_parallel(model, mesh.get_group("ep"))
     fill_like_whole(model, "mixtral")
@@ -226,8 +226,8 @@ def test_groups(sizes: dict[str, int], rank: int, experts: list[int], expert_dat
 
 
 def _mesh_groups(sizes: dict[str, int]) -> tuple[list[int], list[int]]:
-    mesh = expert_mesh(ParallelDims(**sizes), "cpu")
-    everyone = mesh.mesh[tuple(slice(None) if axis in ("dp_replicate", "expert_shard", "cp") else at
+    mesh = ParallelDims(**sizes).expert_mesh("cpu")
+    everyone = mesh.mesh[tuple(slice(None) if axis in ("dp_replicate", "expert_shard") else at
                                for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))]
     return dist.get_process_group_ranks(mesh.get_group("ep")), sorted(everyone.flatten().tolist())
 

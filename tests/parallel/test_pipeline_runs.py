@@ -33,7 +33,7 @@ from tests.parallel.pipeline_support import (
     whole_model,
     worst_error,
 )
-from tests.support.processes import _context, _entry, run_processes
+from tests.support.processes import _entry, preloaded, run_processes
 from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch, window
 
 COUNTS = (0, 1, 5)
@@ -204,7 +204,7 @@ def dies_or_waits(schedule: str, folder: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_stage_that_dies_leaves_no_rank_waiting_for_longer_than_the_timeout(schedule: str) -> None:
-    context = _context()
+    context = preloaded()
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         processes = [

@@ -174,7 +174,7 @@ def parts_of_a_filled_model() -> dict[str, torch.Tensor]:
     prepare_deepspeed(CPU)
     model = materialise(build_meta(MODELS["llama"]), 5, CPU)
     settings = generate(BatchPlan(2, dist.get_world_size(), 1), stage=3)
-    assert partition_model(model, settings, None, CPU, torch.float32) == {}
+    assert partition_model(model, settings, CPU, torch.float32) == {}
     parts = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     return {**parts, **{name: b.clone() for name, b in model.named_buffers()}}
 

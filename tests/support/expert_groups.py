@@ -1,4 +1,4 @@
-"""Who shares experts with whom: expert parallelism re-cuts ``dp_shard * tp`` (DESIGN 3).
+"""Who shares experts with whom, by arithmetic: expert parallelism re-cuts ``dp_shard * tp`` (DESIGN 3).
 
 An expert-parallel group is ``ep / tp`` consecutive data-parallel ranks with all of their tensor-parallel ranks, so it
 lies as close together as the mesh order allows. Ranks of different context-parallel position are in different groups.
@@ -6,12 +6,7 @@ lies as close together as the mesh order allows. Ranks of different context-para
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mgpu_pipe.topology import ParallelDims
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "cp", "ep")
 """The world as the experts see it; ``expert_shard`` is ``dp_shard * tp / ep``."""
@@ -31,22 +26,6 @@ def expert_groups(dims: ParallelDims, rank: int) -> tuple[list[int], list[int]]:
     same = [other for other, at in everywhere.items() if at[:4] == own[:4]]
     holders = [other for other, at in everywhere.items() if (at[0], at[4]) == (own[0], own[4])]
     return sorted(same, key=lambda other: everywhere[other][4]), holders
-
-
-def expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh:
-    """The torch mesh over :data:`EXPERT_AXES`. A collective call: every rank makes it, in the same order.
-
-    Its axis ``ep`` is the expert-parallel group; ``dp_replicate``, ``expert_shard`` and ``cp`` together are the
-    expert-data group.
-    """
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    inside = _data_ranks(dims)
-    outside = dims.dp_shard // inside
-    ranks = torch.arange(dims.world_size).view(dims.pp, dims.dp_replicate, outside, inside, dims.cp, dims.tp)
-    ranks = ranks.permute(0, 1, 2, 4, 3, 5).reshape(dims.pp, dims.dp_replicate, outside, dims.cp, dims.ep)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=EXPERT_AXES)
 
 
 def _data_ranks(dims: ParallelDims) -> int:
