@@ -1,7 +1,7 @@
 """Saving: all ranks write their boxes into a partial folder, which gets its name when it is whole.
 
-The order is what makes a save safe against a crash at any instant: every data file flushed, then the folder's
-entries, then the manifest, then the rename, then the parent folder.
+The order is what makes a save safe against a crash at any instant: every data file flushed, then the manifest, then
+the folder's entries, then the rename, then the parent folder.
 """
 
 from __future__ import annotations
@@ -228,7 +228,6 @@ def _write_rest(
     for name, text in texts.items():
         files.write_file(folder / name, text)
     manifest = Manifest(step, plan, {**records, **{name: record_of(text) for name, text in texts.items()}})
-    files.sync_folder(folder)
     files.write_file(folder / layout.MANIFEST, manifest.encode())
     files.sync_folder(folder)
 
