@@ -14,13 +14,18 @@ from mgpu_pipe.strategies.build_extension import FOLDER
 
 CELLS: dict[tuple[str, str, str], str] = {}
 """(strategy, model, feature) -> the worst error over its bound, or what went wrong."""
+TRANSFER_CELLS: dict[tuple[str, str], str] = {}
+"""(strategy, model) -> the worst error of a loss or norm after going on from the canonical checkpoint."""
 AXES_CELLS: dict[tuple[str, str], str] = {}
 """(topology, model) -> the same."""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if AXES_CELLS:
-        _axes_table(terminalreporter)
+        _table(terminalreporter, "axes: parity with one process: worst error over its bound", AXES_CELLS)
+    if TRANSFER_CELLS:
+        title = "checkpoints: read, written again bit-equal, gone on: worst error of loss and norm (bound 1e-5)"
+        _table(terminalreporter, title, TRANSFER_CELLS)
     if not CELLS:
         return
     strategies = list(dict.fromkeys(key[0] for key in CELLS))
@@ -33,13 +38,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"{f'{model}, {feature}':{wide}}{cells}")
 
 
-def _axes_table(terminalreporter: Any) -> None:
-    names, models = (list(dict.fromkeys(key[part] for key in AXES_CELLS)) for part in (0, 1))
+def _table(terminalreporter: Any, title: str, found: dict[tuple[str, str], str]) -> None:
+    names, models = (list(dict.fromkeys(key[part] for key in found)) for part in (0, 1))
     wide = max(map(len, names))
-    terminalreporter.section("axes: parity with one process: worst error over its bound")
+    terminalreporter.section(title)
     terminalreporter.line(f"{'':{wide}}" + "".join(f"{model:>12}" for model in models))
     for name in names:
-        cells = "".join(f"{AXES_CELLS.get((name, model), '-'):>12}" for model in models)
+        cells = "".join(f"{found.get((name, model), '-'):>12}" for model in models)
         terminalreporter.line(f"{name:{wide}}{cells}")
 
 

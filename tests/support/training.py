@@ -60,6 +60,8 @@ class Case:
     """Of the pipeline, where there is one."""
     zero_stage: Literal[1, 2, 3] | None = None
     """DeepSpeed's engine instead of the mesh's."""
+    offload: str = "none"
+    """Of that engine."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of how the model is split."""
 
@@ -218,7 +220,9 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     # A branch that some ranks take: ZeRO-3 has to gather the whole block on all of them.
     block = "h.0" if case.model == "gpt2" else "layers.0"
     raw = {"zero_optimization": {"leaf_module": {"name_suffixes": [block]}}} if case.branches else None
-    settings = generate(plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, raw=raw)
+    settings = generate(
+        plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, offload=case.offload, raw=raw
+    )
     return DeepSpeedStrategy(dims, CPU, settings, seed=SEED, **common, **how)
 
 

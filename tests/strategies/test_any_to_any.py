@@ -1,0 +1,144 @@
+"""Every strategy reads the canonical checkpoint, goes on from it, and writes it again bit for bit.
+
+What a strategy reads and writes goes through the canonical form, so that any strategy goes on from any other: what one
+wrote is, bit for bit, what another one reads. Some pairs are tried directly in test_checkpoints, test_axes_checkpoints
+and test_deepspeed_checkpoint. Oracle of going on: the uninterrupted plain loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from tests.strategies.conftest import TRANSFER_CELLS
+from tests.support.processes import run_processes
+from tests.support.training import Case, Outcome, plain, trained
+
+pytestmark = pytest.mark.slow
+
+BEFORE, AFTER, SAMPLES, LAYERS = 2, 10, 12, 4
+MODELS = {"dense": "llama", "tied": "gpt2", "mixture": "mixtral"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A topology, and how its cases differ."""
+
+    dims: ParallelDims
+    case: dict[str, Any] = field(default_factory=dict)
+    models: tuple[str, ...] = tuple(MODELS)
+
+
+MICRO = {"micro_batches": 2}
+WAYS = {
+    "single": Way(ParallelDims()),
+    "ddp 3": Way(ParallelDims(dp_replicate=3)),
+    "fsdp 3": Way(ParallelDims(dp_shard=3)),
+    "hsdp 2x2": Way(ParallelDims(dp_replicate=2, dp_shard=2)),
+    **{f"zero{stage} 3": Way(ParallelDims(dp_shard=3), {"zero_stage": stage}) for stage in (1, 2, 3)},
+    "zero3_cpu 2": Way(ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
+    "tp 4": Way(ParallelDims(tp=4)),
+    "tp 2, sequence": Way(ParallelDims(tp=2), {"options": {"sequence_parallel": True}}),
+    **{
+        f"pp 2 {name}": Way(ParallelDims(pp=2), {"micro_batches": 6 if name == "dualpipev" else 2, "schedule": name})
+        for name in ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+    },
+    "cp 2 ring": Way(ParallelDims(cp=2)),
+    "cp 2 ulysses": Way(ParallelDims(cp=2), {"options": {"context_method": "ulysses"}}),
+    "ep 2": Way(ParallelDims(dp_shard=2, ep=2), models=("mixture",)),
+    "tp 2 x pp 2": Way(ParallelDims(tp=2, pp=2), MICRO),
+    "tp 2 x dp_shard 2 x ep 4": Way(ParallelDims(tp=2, dp_shard=2, ep=4), models=("mixture",)),
+    "pp 2 x tp 2 x dp_shard 2": Way(ParallelDims(pp=2, tp=2, dp_shard=2), MICRO),
+}
+
+
+def case_of(model: str, steps: int, way: Way) -> Case:
+    return Case(model=MODELS[model], samples=SAMPLES, steps=steps, layers=LAYERS, **way.case)
+
+
+def write(strategy: Any, folder: str) -> None:
+    pieces = strategy.model_pieces(), strategy.optimizer_pieces()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    config = Path(folder) / f"config-{dist.get_rank()}.yaml"
+    config.write_text("seed: 5\n")
+    save(Path(folder), BEFORE, *pieces, {"step": BEFORE}, config)
+
+
+def first(folder: str) -> None:
+    """The checkpoint that all others start from, of each model, written by one process."""
+    for model in MODELS:
+        trained(case_of(model, BEFORE, WAYS["single"]), ParallelDims(), on_end=lambda s: write(s, f"{folder}/{model}"))  # noqa: B023
+
+
+def goes_on(name: str, source: str, target: str) -> list[Any]:
+    way, found = WAYS[name], list[Any]()
+    for model in way.models:
+
+        def restore(strategy: Any, model: str = model) -> None:
+            reader = CheckpointReader(Path(source) / model / f"step-{BEFORE:08d}")
+            restore_weights(reader, strategy)
+            restore_optimizer(reader, strategy)
+            write(strategy, f"{target}/{model}")
+
+        try:
+            outcome = trained(case_of(model, AFTER, way), way.dims, first_step=BEFORE, on_start=restore)
+            found.append((outcome.losses, outcome.norms))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    reader, found = CheckpointReader(folder / f"step-{BEFORE:08d}"), {}
+    for kind in ("model", "optimizer"):
+        pieces = [
+            Piece(Box.whole(name, reader.shape(name)), reader.shape(name),
+                  torch.empty(reader.shape(name), dtype=reader.dtype(name)))
+            for name in reader.names(kind)
+        ]  # fmt: skip
+        reader.read(pieces, kind)
+        found.update({f"{kind}/{piece.box.name}": piece.tensor for piece in pieces})
+    return found
+
+
+@functools.lru_cache(maxsize=None)
+def uninterrupted(model: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return plain(case_of(model, BEFORE + AFTER, WAYS["single"]))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("canonical")
+    run_processes(1, first, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_it_reads_goes_on_and_writes_the_same_again(name: str, source: Path, tmp_path: Path) -> None:
+    way = WAYS[name]
+    by_rank = run_processes(way.dims.world_size, goes_on, name, str(source), str(tmp_path), timeout_s=600.0)
+    for index, model in enumerate(way.models):
+        TRANSFER_CELLS[name, model] = "FAILED"
+        results: list[Outcome | str] = [rank[index] for rank in by_rank]
+        assert not any(isinstance(result, str) for result in results), results
+        before, after = contents(source / model), contents(tmp_path / model)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
+        expected, worst = uninterrupted(model), 0.0
+        for losses, norms in results:  # type: ignore[misc]
+            for values, truth in ((losses, expected["losses"]), (norms, expected["norms"])):
+                worst = max(worst, *(abs(a / b - 1) for a, b in zip(values, truth[BEFORE:], strict=True)))
+        TRANSFER_CELLS[name, model] = f"{worst:.1e}"
+        assert worst < 1e-5, model
