@@ -1,0 +1,44 @@
+"""Where compiled extensions are kept, and that what is compiled is not compiled again. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.launch import extensions
+from mgpu_pipe.strategies.build_extension import FOLDER
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    pytest.importorskip("deepspeed")
+    found, _ = compose(["strategy=zero3_nvme", f"data.cache_dir={tmp_path}"])
+    return found
+
+
+def test_machines_of_other_processors_keep_their_own(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = extensions.extension_folder(config)
+    other = tmp_path / "cpuinfo"
+    other.write_text("flags\t\t: fpu sse sse2\n")
+    monkeypatch.setattr(extensions, "CPU_INFORMATION", other)
+    assert extensions.extension_folder(config) != here
+
+
+def test_what_is_compiled_is_taken_whatever_a_killed_build_left(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = extensions.extension_folder(config)
+    (folder / "async_io").mkdir(parents=True)
+    (folder / "async_io" / "lock").touch()
+    (folder / extensions.READY).touch()
+    monkeypatch.setattr(extensions, "_build", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.delenv(FOLDER, raising=False)
+    extensions.prepare_extensions(config)
+    assert os.environ[FOLDER] == str(folder)
+    monkeypatch.delenv(FOLDER)
