@@ -15,6 +15,7 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.inference.foreign import read_weights
 from mgpu_pipe.inference.load import load_run
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from tests.inference.support import write_tokenizer
 from tests.support.processes import run_processes
 
@@ -118,7 +119,7 @@ def test_the_model_must_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def _save_zero(folder: str, stage: int) -> None:
     """Each of the processes trains nothing, and saves by DeepSpeed's own engine."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    prepare_deepspeed(torch.device("cpu"))  # without it DeepSpeed would compile an extension
     import deepspeed
 
     held = torch.nn.ModuleDict({"model": model()})
