@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,16 +121,20 @@ def write(
             layout.clean(root)
             files.make_folder(folder)
 
+    def write_mine() -> list[tuple[str, int, list[str]]]:
+        texts = _texts(step, state, config_file) if rank == 0 else {}
+        return write_files(folder, rank, step, plan, model, optimizer, texts)
+
     def finish() -> None:
         if rank == 0:
             records = {name: FileRecord(size, tuple(hashes)) for part in written for name, size, hashes in part}
             before_manifest()
-            _write_rest(folder, step, plan, records, state, config_file)
+            _write_manifest(folder, step, plan, records)
             layout.commit(root, step)
 
     try:
         together(begin, failed, group)
-        written = together(lambda: write_files(folder, rank, step, plan, model, optimizer), failed, group)
+        written = together(write_mine, failed, group)
         together(finish, failed, group)
     except CheckpointSaveError:
         if rank == 0:
@@ -175,30 +180,48 @@ def write_files(
     plan: Plan,
     model: Sequence[Piece],
     optimizer: Sequence[Piece],
+    texts: Mapping[str, bytes],
 ) -> list[tuple[str, int, list[str]]]:
-    """Write this rank's files and flush them.
+    """Write this rank's files and flush them, all at once: each flush waits for the disk.
+
+    Args:
+        texts: further files by their names.
 
     Returns:
         Name, size in bytes and chunk hashes of each.
     """
-    written: list[tuple[str, int, list[str]]] = []
-    for kind, pieces in zip(layout.KINDS, (model, optimizer), strict=True):
-        name = layout.tensor_file_name(kind, rank)
-        mine: dict[str, Piece] = {}
-        entries: list[Entry] = []
-        by_box: dict[Box, Piece] = {piece.box: piece for piece in pieces}
-        for tensor in plan[kind].values():
-            for box, file in tensor.boxes:
-                if file == name:
-                    mine[box.key] = by_box[box]
-                    entries.append(Entry(box.key, tensor.dtype, box.shape))
-        if not entries:
-            continue
-        entries = file_order(entries)
-        data = _host_bytes(mine[entry.name] for entry in entries)
-        record = write_tensor_file(folder / name, entries, file_metadata(kind, step), data)
-        written.append((name, record.size, list(record.sha256)))
-    return written
+    with ThreadPoolExecutor(len(layout.KINDS) + 1, thread_name_prefix="checkpoint-write") as pool:
+        jobs = [
+            pool.submit(_write_tensors, folder, rank, step, kind, plan, pieces)
+            for kind, pieces in zip(layout.KINDS, (model, optimizer), strict=True)
+        ]
+        jobs.append(pool.submit(_write_texts, folder, texts))
+    return [(name, record.size, list(record.sha256)) for job in jobs for name, record in job.result().items()]
+
+
+def _write_tensors(
+    folder: Path, rank: int, step: int, kind: str, plan: Plan, pieces: Sequence[Piece]
+) -> dict[str, FileRecord]:
+    name = layout.tensor_file_name(kind, rank)
+    mine: dict[str, Piece] = {}
+    entries: list[Entry] = []
+    by_box: dict[Box, Piece] = {piece.box: piece for piece in pieces}
+    for tensor in plan[kind].values():
+        for box, file in tensor.boxes:
+            if file == name:
+                mine[box.key] = by_box[box]
+                entries.append(Entry(box.key, tensor.dtype, box.shape))
+    if not entries:
+        return {}
+    entries = file_order(entries)
+    data = _host_bytes(mine[entry.name] for entry in entries)
+    return {name: write_tensor_file(folder / name, entries, file_metadata(kind, step), data)}
+
+
+def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    for name, text in texts.items():
+        files.write_file(folder / name, text)
+    return {name: record_of(text) for name, text in texts.items()}
 
 
 def file_metadata(kind: str, step: int) -> dict[str, str]:
@@ -211,24 +234,17 @@ def _host_bytes(pieces: Iterator[Piece]) -> Iterator[memoryview]:
         yield from host_bytes(piece.tensor)
 
 
-def _write_rest(
-    folder: Path,
-    step: int,
-    plan: Plan,
-    records: dict[str, FileRecord],
-    state: Mapping[str, Any],
-    config_file: Path,
-) -> None:
+def _texts(step: int, state: Mapping[str, Any], config_file: Path) -> dict[str, bytes]:
     if state.get("step", step) != step:
         raise ValueError(f"state['step'] is {state['step']} in a save of step {step}")
-    texts = {
+    return {
         layout.STATE: canonical({**state, "step": step, "format_version": layout.FORMAT_VERSION}),
         layout.CONFIG: config_file.read_bytes(),
     }
-    for name, text in texts.items():
-        files.write_file(folder / name, text)
-    manifest = Manifest(step, plan, {**records, **{name: record_of(text) for name, text in texts.items()}})
-    files.write_file(folder / layout.MANIFEST, manifest.encode())
+
+
+def _write_manifest(folder: Path, step: int, plan: Plan, records: dict[str, FileRecord]) -> None:
+    files.write_file(folder / layout.MANIFEST, Manifest(step, plan, records).encode())
     files.sync_folder(folder)
 
 

@@ -323,7 +323,8 @@ def test_what_must_be_on_the_disk_first_is_there_before_the_manifest(tmp_path: P
     saver = checkpointer(tmp_path, before_manifest=look)
     saver.save(Trained(), 1, {})
     saver.finish(1)
-    assert seen == [["model-00000.safetensors", "optimizer-00000.safetensors"]] and steps_in(tmp_path) == [1]
+    data = ["config.yaml", "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
+    assert seen == [data] and steps_in(tmp_path) == [1]
 
 
 def test_metrics_that_cannot_be_written_fail_the_save(tmp_path: Path) -> None:

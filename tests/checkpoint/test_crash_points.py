@@ -318,13 +318,13 @@ def _manifest_before_data(patch: pytest.MonkeyPatch) -> None:
 
 
 def _name_before_manifest(patch: pytest.MonkeyPatch) -> None:
-    commit, write_rest = layout.commit, save_module._write_rest
+    commit, write_manifest = layout.commit, save_module._write_manifest
 
     def rename_first(folder: Path, step: int, *rest: Any) -> None:
         commit(folder.parent, step)
-        write_rest(layout.step_folder(folder.parent, step), step, *rest)
+        write_manifest(layout.step_folder(folder.parent, step), step, *rest)
 
-    patch.setattr(save_module, "_write_rest", rename_first)
+    patch.setattr(save_module, "_write_manifest", rename_first)
     patch.setattr(layout, "commit", _nothing)
 
 

