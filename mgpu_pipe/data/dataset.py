@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ class PackedDataset:
     """Labels that count, of each sample; shape ``(samples,)``."""
     seq_len: int
     padding_token_id: int
+    origin: tuple[PreparedData, Split] | None = None
+    """What it was opened from."""
 
     @classmethod
     def open(cls, prepared: PreparedData, split: Split) -> PackedDataset:
@@ -39,7 +42,12 @@ class PackedDataset:
         if files is None:
             raise ValueError("this data holds nothing out")
         packs, valid_tokens = open_packs(files.packs)
-        return cls(TokenStore.open(files.tokens), packs, valid_tokens, prepared.seq_len, prepared.eos_token_id)
+        tokens = TokenStore.open(files.tokens)
+        return cls(tokens, packs, valid_tokens, prepared.seq_len, prepared.eos_token_id, (prepared, split))
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Another process maps the files itself; it is not sent what they hold."""
+        return super().__reduce__() if self.origin is None else (PackedDataset.open, self.origin)
 
     def __len__(self) -> int:
         return self.packs.num_samples

@@ -136,7 +136,12 @@ def train_windows(
     windows = TrainWindows(dataset, order, plan, data_parallel_rank, start_sample, remaining)
     if config.data.num_workers == 0:
         return windows
-    return DataLoader(windows, batch_size=None, num_workers=config.data.num_workers, collate_fn=_unchanged)
+    # Not by fork: this process has threads by now (gloo's, its lifeline), and a lock that one of them holds in that
+    # moment is held for ever in the copy.
+    return DataLoader(
+        windows, batch_size=None, num_workers=config.data.num_workers, collate_fn=_unchanged,
+        multiprocessing_context="spawn",
+    )  # fmt: skip
 
 
 def evaluation_windows(

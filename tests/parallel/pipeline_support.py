@@ -47,9 +47,8 @@ def build(model: ModelConfig, schedule: str, by_hand: list[int] | None = None, c
     built = build_meta(model)
     objective = objective_of(built, chunk)
     views = plan.cut(built, rank)
-    values, layouts = dict(whole_model(model).named_parameters()), layouts_of(built)
-    names = {name: layouts[name].name if name in layouts else name for name, _ in built.named_parameters()}
-    fill_parameters(built, lambda name, part: values[names[name]].detach().clone(), CPU)
+    values = dict(whole_model(model).named_parameters())
+    fill_parameters(built, lambda name, part: values[name].detach().clone(), CPU)
     materialise_buffers(built, recipe_of(built), CPU)
     assert dist.group.WORLD is not None
     return built, Pipeline(plan, views, dist.group.WORLD, CPU, objective.micro_batch_loss)

@@ -49,9 +49,7 @@ def parts_of(
         built = build_meta(model)
         objective = objective_of(built)
         cut = cut_stages(built, LAYERS, ranks, rank)
-        layouts = layouts_of(built)
-        names = {name: layouts[name].name if name in layouts else name for name, _ in built.named_parameters()}
-        fill_parameters(built, lambda name, part, names=names: values[names[name]].detach().clone(), CPU)
+        fill_parameters(built, lambda name, part: values[name].detach().clone(), CPU)
         for prefix, module in built.named_modules():
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from mgpu_pipe.data.window import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise_buffers, recipe_of
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.models.parts import fill_parameters
 from mgpu_pipe.parallel.fully_shard import ShardingOptions, apply_fully_shard
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
@@ -143,11 +142,10 @@ def sharded(model_name: str, layers: int, schedules: list[str]) -> dict[str, Any
         objective = objective_of(built)
         views = plan.cut(built, dist.get_rank(group))
         apply_fully_shard(built, mesh["dp_shard"], "fp32", ShardingOptions(reshard_after_forward=False))
-        values, layouts = dict(whole_model(model).named_parameters()), layouts_of(built)
-        names = {name: layouts[name].name if name in layouts else name for name, _ in built.named_parameters()}
+        values = dict(whole_model(model).named_parameters())
 
-        def part(name: str, held: Any, values: Any = values, names: Any = names) -> torch.Tensor:
-            whole = values[names[name]].detach()
+        def part(name: str, held: Any, values: Any = values) -> torch.Tensor:
+            whole = values[name].detach()
             for dim, (start, length) in enumerate(zip(held.offsets, held.shape, strict=True)):
                 whole = whole.narrow(dim, start, length)
             return whole.clone()

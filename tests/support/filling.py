@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mgpu_pipe.models.build import materialise_buffers, recipe_of
-from mgpu_pipe.models.layout import fragments, layouts_of, unsharded_shape
+from mgpu_pipe.models.layout import fragments, layouts_of
 from mgpu_pipe.models.parts import PartOf, fill_parameters, local_tensor
 
 OwnedPiece = tuple[str, tuple[int, ...], torch.Tensor]
@@ -17,16 +17,10 @@ OwnedPiece = tuple[str, tuple[int, ...], torch.Tensor]
 
 def fill(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Give a meta ``model`` its parts of ``whole``, by name of the unsharded model, and its buffers."""
-    layouts, meta = layouts_of(model), dict(model.named_parameters())
 
     def values(name: str, held: PartOf) -> torch.Tensor:
-        layout = layouts.get(name)
-        value = whole[layout.name if layout else name]
-        assert tuple(value.shape) == unsharded_shape(meta[name], layout), name
-        part = torch.full(held.shape, float("nan"))
-        for fragment in fragments(meta[name], layout):
-            fragment.of(part).copy_(value[_block(fragment.offsets, fragment.shape)])
-        return part
+        assert tuple(whole[name].shape) == held.whole, name
+        return whole[name][_block(held.offsets, held.shape)].clone()
 
     fill_parameters(model, values, "cpu")
     materialise_buffers(model, recipe_of(model), "cpu")  # type: ignore[arg-type]
