@@ -40,7 +40,7 @@ def configured(axis: str) -> Any:
 
 
 def blocks(axis: str) -> dict[str, list[float]]:
-    """Seconds of every step after the warm-up of each block, of both loops, and the losses of each loop's last block."""
+    """Of both loops, seconds of every step after the warm-up of each block, and the last block's losses."""
     import torch.distributed as dist
 
     from mgpu_pipe.data.prepare import prepare
@@ -109,7 +109,7 @@ def plain_block(config: Any, prepared: Any, axis: str) -> tuple[list[float], lis
 
 
 def clip(parameters: list[Any]) -> None:
-    """Clip gradients of which a DTensor is one in part and a plain one, under tensor parallelism, whole on each rank."""
+    """Clip gradients; beside DTensors, which are cut, plain ones are whole on every rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
