@@ -29,7 +29,10 @@ class Partial:
     """
 
     def __init__(self, query: torch.Tensor) -> None:
-        self.out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        rows, heads, tokens, size = query.shape
+        # Laid out as the projection that follows reads it, which then keeps this tensor and no copy.
+        out = torch.empty((rows, tokens, heads, size), dtype=torch.float32, device=query.device)
+        self.out = out.transpose(1, 2)
         self.lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         self._untouched = True
 
