@@ -52,7 +52,8 @@ def measure(method: str, tokens: int) -> dict[str, float]:
             loss = objective.micro_batch_loss(part)
         kept = watch.live_bytes()
         loss.backward(torch.full_like(loss, 1 / tokens))
-    return {"kept": kept, "peak": watch.peak, "resident": highest_resident_bytes() - before, "loss": float(loss.detach())}
+    resident = highest_resident_bytes() - before
+    return {"kept": kept, "peak": watch.peak, "resident": resident, "loss": float(loss.detach())}
 
 
 def resident_bytes() -> float:

@@ -36,7 +36,8 @@ class MeshStrategy(EngineStrategy):
     """Runs whole optimizer steps on a mesh of processes.
 
     The process group exists already when the strategy is made. ``fp32`` data parallelism alone keeps whole weights and
-    sums gradients by :class:`~mgpu_pipe.parallel.data.GradientReducer`; everything else goes through FSDP2.
+    sums gradients by :class:`~mgpu_pipe.parallel.data.GradientReducer`; ``fp32`` tensor and pipeline parallelism alone
+    keep plain parameters; everything else goes through FSDP2.
 
     Args:
         dims: the sizes of every axis.

@@ -99,7 +99,7 @@ class SplitModel:
         apply_activation_checkpointing(model, options.activation_checkpointing)
         if options.compile_model:
             compile_blocks(model)
-        if dims.dp_shard > 1 or dims.uses_model_axes or options.precision != "fp32" or options.sharding.offload:
+        if self._needs_sharding:
             self._shard(model, experts)
         if fill is not None:
             fill(model, torch.device("cpu") if options.sharding.offload else device)
@@ -113,6 +113,14 @@ class SplitModel:
         elif dims.data_parallel_size > 1:
             self._reducer = GradientReducer(self.parameters, None, options.bucket_mib)
         self._counted = _counted(model) if dims.uses_model_axes else None
+
+    @property
+    def _needs_sharding(self) -> bool:
+        """Whether FSDP2 has anything to do; its hooks cost time also where it shards over one rank."""
+        dims, options = self._dims, self._options
+        if options.precision != "fp32" or options.sharding.offload or dims.dp_shard * dims.cp * dims.ep > 1:
+            return True
+        return dims.uses_model_axes and dims.dp_replicate > 1
 
     # -- splitting ----------------------------------------------------------------------------------------------
 
