@@ -5,8 +5,8 @@ import sys
 
 NAMES = (
     "startup", "step_overhead", "step_time", "data_pipeline", "data_parallel_bytes", "data_parallel_time",
-    "deepspeed_time", "expert_bytes", "zero_bytes", "building_memory", "trainer_time", "pipeline_bubble",
-    "context_memory", "context_time", "checkpoint_save",
+    "axes_bytes", "axes_memory", "axes_time", "context_memory", "context_time", "expert_bytes", "pipeline_bubble",
+    "deepspeed_time", "zero_bytes", "building_memory", "trainer_time", "checkpoint_save",
 )
 
 for name in NAMES:

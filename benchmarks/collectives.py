@@ -83,6 +83,7 @@ class CollectiveCounter(pl.Callback):
     """Counts one step of the run that it is a callback of; the last run's count is in :attr:`last`."""
 
     last: Counted = Counted()
+    mode = _Mode
 
     def __init__(self) -> None:
         self._mode: _Mode | None = None
@@ -90,7 +91,7 @@ class CollectiveCounter(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch.step + 1 == STEP:
             CollectiveCounter.last = Counted()
-            self._mode = _Mode(CollectiveCounter.last)
+            self._mode = self.mode(CollectiveCounter.last)
             self._mode.__enter__()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,76 @@
+"""Counts the collectives and messages of a training step by the function that starts them.
+
+Bytes are those that a process sends, by the ring algorithms (see :mod:`benchmarks.collectives`): of a message all, of
+an all-to-all what is not for itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.collectives import CollectiveCounter, _group_size, _Mode
+
+FUNCTIONS = {
+    # mgpu_pipe.parallel.tensor_collectives and tensor_gradients
+    "all_reduce_sum": "activations summed", "all_gather_sequence": "sequence gathered",
+    "reduce_scatter_sequence": "sequence reduce-scattered", "all_gather_parts": "softmax of the vocabulary gathered",
+    "all_reduce_together": "replicated gradients summed",
+    # context_ring and context_ulysses
+    "pass_keys_and_values": "keys and values passed", "pass_key_and_value_gradients": "their gradients passed",
+    "sequence_to_heads": "sequence to heads", "heads_to_sequence": "heads to sequence",
+    # pipeline_tied, gradients and strategies.mesh_split
+    "reduce_tied_gradients": "tied gradients exchanged", "counted_norm": "gradient norm",
+    "_unused_of": "used gradients", "_summed": "loss and stop flag",
+    # torch's FSDP2
+    "foreach_all_gather": "weights gathered", "foreach_reduce": "gradients reduce-scattered",
+}  # fmt: skip
+"""What is sent, by the innermost of these functions on the stack."""
+FORWARD, BACKWARD = "hidden states sent", "hidden states' gradients sent"
+PIPELINE = "_batch_p2p"
+"""torch's schedules send by it."""
+HALVES = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
+"""Of the whole, all but this process's part."""
+
+
+class _NamedMode(_Mode):
+    def _count(self, operation: str, args: tuple[Any, ...]) -> None:
+        if operation == "recv_":
+            return  # counted where it is sent
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        size = _group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
+        largest = max(tensor.nbytes for tensor in tensors)
+        name = _name(operation, args)
+        if operation == "allreduce_":
+            share = 2 * largest * (size - 1) / size
+        elif operation in HALVES:
+            share = largest * (size - 1) / size
+        elif operation == "send":
+            share = largest
+        else:
+            raise RuntimeError(f"{operation}, called for {name}: no closed form knows what it sends")
+        self._counted.calls[name] += 1
+        self._counted.sent[name] += share
+
+
+class NamedCounter(CollectiveCounter):
+    """Counts one step of the run that it is a callback of, by :data:`FUNCTIONS`."""
+
+    mode = _NamedMode
+
+
+def _name(operation: str, args: tuple[Any, ...]) -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        function = frame.f_code.co_name
+        if function in FUNCTIONS:
+            return FUNCTIONS[function]
+        if function == PIPELINE:
+            group = dist.ProcessGroup.unbox(args[1])
+            return FORWARD if int(args[2]) > group.rank() else BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"no name: {operation}"
