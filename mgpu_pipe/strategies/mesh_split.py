@@ -212,9 +212,8 @@ class SplitModel:
         """Whether FSDP2 has several ranks to shard over."""
         return self._dims.dp_shard * self._dims.cp > 1 or self._dims.ep > 1
 
-    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """The sum of losses of this rank's part of a micro-batch, without a pipeline."""
-        part = self.part_of(micro_batch)
+    def forward(self, part: MicroBatch) -> torch.Tensor:
+        """The sum of losses of this rank's part (:meth:`part_of`) of a micro-batch, without a pipeline."""
         with in_sequences(self._objective.model, part):
             return self._objective.micro_batch_loss(part)
 
