@@ -149,7 +149,8 @@ class SplitModel:
             apply_context_parallel(model, self._groups["cp"], options.context_method)
         router_loss = getattr(self._objective, "router_loss", None)
         if router_loss is not None:
-            along = tensor if options.sequence_parallel else None
+            # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
+            along = tensor if options.sequence_parallel and dims.ep > 1 else None
             router_loss.reduce_over([self._groups["cp"]] if dims.cp > 1 else [], along)
         if views:
             assert options.pipeline is not None
