@@ -210,7 +210,7 @@ def _build_model(
     """The model, and what fills it where it is still on the meta device."""
     source = config.model
     if _starts_from_folder(config):
-        source = replace(config.model, path=config.checkpoint.init_from)
+        source = replace(config.model, type=None, path=config.checkpoint.init_from)
     if source.path is not None and not sharded:
         return load_pretrained(source, device), None
     if source.path is not None:
