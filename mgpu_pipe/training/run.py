@@ -224,10 +224,10 @@ def _build_model(
 
 def _starts_from_folder(config: RunConfig) -> bool:
     """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
-    source = config.checkpoint.init_from
-    return source is not None and not (Path(source) / "manifest.json").exists() and (
-        Path(source) / "config.json"
-    ).exists()
+    if config.checkpoint.init_from is None:
+        return False
+    source = Path(config.checkpoint.init_from).expanduser()
+    return not (source / "manifest.json").exists() and (source / "config.json").exists()
 
 
 def _weights_reader(config: RunConfig) -> CheckpointReader:
