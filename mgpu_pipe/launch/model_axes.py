@@ -16,6 +16,9 @@ from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, sta
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
+NOT_BY_ELEMENT = ("Adafactor", "Muon")
+"""torch's optimizers whose update of an element depends on the others of its tensor."""
+
 
 def model_axis_errors(
     config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]
@@ -35,10 +38,12 @@ def model_axis_errors(
     errors += context_parallel_errors(
         fields, model_type, dims.cp, strategy.context.method, config.data.seq_len, dims.tp
     )
-    errors += expert_parallel_errors(fields, model_type, dims.ep)
+    span = dims.dp_shard * dims.tp
+    sizes = [size for size in range(1, span + 1) if span % size == 0 and size % dims.tp == 0]
+    errors += expert_parallel_errors(fields, model_type, dims.ep, [1, *sizes])
     errors += pipeline_errors(
         fields, model_type, dims.pp, strategy.pipeline.schedule, plan.num_micro_batches, config.model.compile,
-        strategy.pipeline.layers or None,
+        strategy.pipeline.layers or None, checkpointing=strategy.activation_checkpointing,
     )  # fmt: skip
     return errors
 
@@ -58,10 +63,31 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     if strategy.offload != "none" and dims.uses_model_axes:
         errors.append(ConfigError("strategy.offload", strategy.offload, "use none",
                                   "offload works with the data-parallel strategies only"))
+    optimizer = config.optimizer._target_.rpartition(".")[2]
+    if optimizer in NOT_BY_ELEMENT and dims.tp * dims.ep > 1:
+        errors.append(ConfigError("optimizer._target_", config.optimizer._target_, "use AdamW or SGD, or no tp and ep",
+                                  f"{optimizer} looks at whole tensors, of which a rank has a part there"))
+    flash = config.model.attn_implementation == "flash_attention_2"
+    if flash and dims.pp > 1:
+        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
+                                  "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect"))
     if config.precision.name == "fp8" and dims.tp > 1:
         errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1",
                                   "tensor parallelism has no float8 products"))
     return errors
+
+
+def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:
+    """Axes that talk in every layer and whose ranks are not all on one node of ``devices``: key, and what is wrong."""
+    found = []
+    # Ranks of tp follow one another; those of ep do too, with context-parallel ones in between.
+    for axis, span in (("tp", dims.tp), ("ep", dims.ep * dims.cp)):
+        size = getattr(dims, axis)
+        if size > 1 and devices % span:
+            product = "" if span == size else f" x cp={dims.cp}"
+            found.append((f"strategy.{axis}", f"groups of {axis}={size}{product} reach across nodes of {devices} "
+                          f"devices, and exchange activations in every layer; a divisor of {devices} stays inside"))
+    return found
 
 
 def pipeline_rows(config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]) -> list[str]:

@@ -40,9 +40,15 @@ def unused_options(config: RunConfig) -> list[tuple[str, str]]:
         for key in ("deepspeed", "deepspeed_config"):
             if getattr(strategy, key) != getattr(default, key):
                 found.append((f"strategy.{key}", "strategy.engine=mesh does not use DeepSpeed"))
-    shards = strategy.engine == MESH and strategy.dp_shard != 1
+    shards = strategy.engine == MESH and (strategy.dp_shard != 1 or strategy.cp != 1)
     if strategy.fsdp != default.fsdp and not shards:
         found.append(("strategy.fsdp", f"strategy={strategy.name} does not shard by FSDP2"))
+    if strategy.pp == 1 and strategy.pipeline.schedule != default.pipeline.schedule:
+        found.append(("strategy.pipeline.schedule", "strategy.pp=1 is no pipeline"))
+    if strategy.cp == 1 and strategy.context != default.context:
+        found.append(("strategy.context.method", "strategy.cp=1 keeps sequences whole"))
+    if strategy.cp != 1 and config.model.attn_implementation != "auto":
+        found.append(("model.attn_implementation", "context parallelism brings attention of its own"))
     return found
 
 

@@ -23,6 +23,7 @@ def pipeline_errors(
     compile_model: bool = False,
     layers: Sequence[int] | None = None,
     stages_per_rank: int | None = None,
+    checkpointing: str = "none",
 ) -> list[ConfigError]:
     """Everything about the pipeline that cannot work; nothing where ``pp`` is 1.
 
@@ -32,6 +33,7 @@ def pipeline_errors(
         compile_model: ``model.compile``.
         layers: the number of layers of every stage, by hand; None balances them.
         stages_per_rank: of the interleaved schedules; None takes the schedule's own.
+        checkpointing: ``strategy.activation_checkpointing``.
     """
     if pp == 1:
         return []
@@ -47,17 +49,25 @@ def pipeline_errors(
                         f"models of the {model_type} family cannot be cut into stages")
         )  # fmt: skip
     traits = SCHEDULES[schedule]
+    whole = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
     if compile_model and traits.splits_backward:
-        whole = [name for name, other in SCHEDULES.items() if not other.splits_backward]
         errors.append(
-            ConfigError("model.compile", True, f"use false, or {SCHEDULE_KEY}={' or '.join(whole)}",
+            ConfigError("model.compile", True, f"use false, or {SCHEDULE_KEY}={whole}",
                         f"{schedule} computes gradients of inputs and weights apart, which torch refuses to do with "
                         "compiled modules")
+        )  # fmt: skip
+    if checkpointing == "selective" and traits.splits_backward:
+        errors.append(
+            ConfigError("strategy.activation_checkpointing", checkpointing,
+                        f"use full or none, or {SCHEDULE_KEY}={whole}",
+                        f"{schedule} goes back through a block twice, which torch refuses where it is kept in part")
         )  # fmt: skip
     errors += _stages_errors(schedule, pp, stages_per_rank)
     if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
         stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
-        errors += _layer_errors(fields["num_hidden_layers"], schedule, pp, stages, layers)
+        num_layers = fields.get("num_hidden_layers")
+        if isinstance(num_layers, int):  # unknown of a family that is refused above
+            errors += _layer_errors(num_layers, schedule, pp, stages, layers)
     if not micro_batches_fit(schedule, pp, num_micro_batches):
         fitting = fitting_micro_batches(schedule, pp, num_micro_batches)
         errors.append(

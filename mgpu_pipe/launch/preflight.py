@@ -252,6 +252,12 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.sample_prompts:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
+    if config.trainer.num_nodes > 1 and config.strategy.engine == "mesh":
+        from mgpu_pipe.launch.model_axes import across_nodes
+
+        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        devices = dims.world_size // config.trainer.num_nodes
+        notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
     keep = config.checkpoint
     if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
         text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"

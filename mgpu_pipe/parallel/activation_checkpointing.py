@@ -30,7 +30,8 @@ KEPT = frozenset(
         aten._scaled_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_attention_math.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default,
+        aten._efficient_attention_forward.default,
     }
 )  # fmt: skip
 """What ``selective`` does not compute twice."""

@@ -24,7 +24,7 @@ def reduce_tied_gradients(model: nn.Module, group: dist.ProcessGroup, first_rank
         first_rank: the rank in it that holds the first stage, ``last_rank`` that which holds the last one.
     """
     tied = tied_parameter(model)
-    if tied is None:
+    if tied is None or not tied[1].requires_grad:
         return
     _, parameter = tied
     if parameter.grad is None:

@@ -130,23 +130,24 @@ class MeshStrategy(EngineStrategy):
         split = self.split
         split.facts.begin()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
+        # All at once: context parallelism reads positions on the host, where later ones would wait for the device.
+        parts = [split.part_of(micro_batch) for micro_batch in window.micro_batches]
         if split.pipeline is not None:
-            parts = [split.part_of(micro_batch) for micro_batch in window.micro_batches]
             return self._finish_step(window, split.pipeline.run_window(parts, window.normalizer, scale))
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index, micro_batch in enumerate(window.micro_batches):
-            split.begin_backward(last=index == len(window.micro_batches) - 1)
-            loss = self._forward(micro_batch)
+        for index, part in enumerate(parts):
+            split.begin_backward(last=index == len(parts) - 1)
+            loss = self._forward(part)
             loss.backward(torch.full_like(loss, scale / window.normalizer))
             loss_sum += loss.detach()
         return self._finish_step(window, loss_sum)
 
-    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """The micro-batch's loss; the first one's activations are measured."""
+    def _forward(self, part: MicroBatch) -> torch.Tensor:
+        """The loss of a micro-batch's part; the first one's activations are measured."""
         if "activations" in self._memory or self._options.compile_model:
-            return self.split.forward(micro_batch)
+            return self.split.forward(part)
         with ForwardMeter(self._device) as meter:
-            loss = self.split.forward(micro_batch)
+            loss = self.split.forward(part)
         gathered = gathered_bytes(self.objective.model) if self.split.sharded is not None else 0
         self._memory["activations"] = max(0, meter.left_bytes() - gathered)
         return loss
@@ -192,7 +193,7 @@ class MeshStrategy(EngineStrategy):
         else:
             total = torch.zeros((), dtype=torch.float64, device=self._device)
             for micro_batch in micro_batches:
-                total += split.forward(micro_batch)
+                total += split.forward(split.part_of(micro_batch))
         split.settle()
         return total if split.counts_its_loss else torch.zeros_like(total)
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.data.window import StepWindow
@@ -88,6 +89,7 @@ class SplitModel:
         self.sharded: FSDPModule | None = None
         self.pipeline: Pipeline | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._expert_mesh: DeviceMesh | None = None
         model = objective.model
         if options.precision == "bf16_true":
             cast_parameters(model, torch.bfloat16)
@@ -138,7 +140,8 @@ class SplitModel:
             )
         experts: list[torch.nn.Module] = []
         if dims.ep > 1:
-            group = dims.expert_mesh(self._device.type).get_group("ep")
+            self._expert_mesh = dims.expert_mesh(self._device.type)
+            group = self._expert_mesh.get_group("ep")
             if experts_modules(model):  # a pipeline stage may have none
                 experts = list(
                     apply_expert_parallel(
@@ -149,7 +152,8 @@ class SplitModel:
             apply_context_parallel(model, self._groups["cp"], options.context_method)
         router_loss = getattr(self._objective, "router_loss", None)
         if router_loss is not None:
-            along = tensor if options.sequence_parallel else None
+            # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
+            along = tensor if options.sequence_parallel and dims.ep > 1 else None
             router_loss.reduce_over([self._groups["cp"]] if dims.cp > 1 else [], along)
         if views:
             assert options.pipeline is not None
@@ -174,8 +178,8 @@ class SplitModel:
             options = ShardingOptions(False, options.prefetch, options.offload)
         mesh = dims.data_mesh(self._device.type)
         expert_mesh = None
-        if dims.ep > 1:
-            whole = dims.expert_mesh(self._device.type)
+        if self._expert_mesh is not None:
+            whole = self._expert_mesh
             expert_mesh = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
         self.sharded = apply_fully_shard(
             model, mesh, self._options.precision, options, experts=experts, expert_mesh=expert_mesh
@@ -212,9 +216,8 @@ class SplitModel:
         """Whether FSDP2 has several ranks to shard over."""
         return self._dims.dp_shard * self._dims.cp > 1 or self._dims.ep > 1
 
-    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
-        """The sum of losses of this rank's part of a micro-batch, without a pipeline."""
-        part = self.part_of(micro_batch)
+    def forward(self, part: MicroBatch) -> torch.Tensor:
+        """The sum of losses of this rank's part (:meth:`part_of`) of a micro-batch, without a pipeline."""
         with in_sequences(self._objective.model, part):
             return self._objective.micro_batch_loss(part)
 

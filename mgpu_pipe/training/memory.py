@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import MgpuError
-from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 GIB = 1 << 30
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -88,9 +89,12 @@ def estimated_parts(
     """
     # A parameter that DeepSpeed has partitioned is empty, and keeps its size in ``ds_numel``.
     sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}
+    shards = dims.world_size // dims.dp_replicate
+    if any(isinstance(p, DTensor) for p in sizes):  # cut and sharded already: what is here is this rank's
+        sizes = {p: (p.to_local() if isinstance(p, DTensor) else p).numel() for p in sizes}
+        shards = 1
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     whole = sum(size * p.element_size() for p, size in sizes.items())
-    shards = dims.world_size // dims.dp_replicate
     config = model.config.get_text_config()
     tokens = plan.micro_batch_size * seq_len
     # Activations of a layer in half precision, attention by a fused kernel: 34 bytes a token and width
@@ -117,7 +121,14 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     if strategy.activation_checkpointing != "full":
         # What stays: a block's inputs, and one block at a time; about a fifth for the usual depths.
         found.append(Saving("strategy.activation_checkpointing=full", activations * 4 // 5))
-    if dims.dp_replicate > 1:
+    if dims.tp > 1 and not strategy.sequence_parallel:
+        # What lies between the tensor-parallel regions: 10 of the 10 + 24 / tp bytes a token and width that are kept
+        # (Korthikanti et al. 2022, arXiv:2205.05198, equations 2 and 4).
+        between = 10 / (10 + 24 / dims.tp)
+        found.append(Saving("strategy.sequence_parallel=true", int(activations * between * (1 - 1 / dims.tp))))
+    if dims.uses_model_axes:
+        found += _more_ranks(config, dims, state)
+    elif dims.dp_replicate > 1:
         found.append(Saving("strategy=fsdp", state * (dims.dp_replicate - 1) // dims.dp_replicate))
     elif _stage(config) < 3:
         sharded = parts["weights"] + (parts["gradients"] if _stage(config) == 1 else 0)
@@ -127,11 +138,26 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     else:
         devices = dims.world_size // config.trainer.num_nodes
         found.append(Saving(f"trainer.devices={2 * devices}", state // 2))
-    if device_type(config) == "cuda" and dims.dp_shard > 1 and strategy.offload == "none":
+    offloads = dims.dp_shard > 1 and not dims.uses_model_axes
+    if device_type(config) == "cuda" and offloads and strategy.offload == "none":
         found.append(Saving("strategy.offload=cpu", state))
     if config.precision.name == "fp32":
         found.append(Saving("precision=bf16", activations // 2))
     return found
+
+
+def _more_ranks(config: RunConfig, dims: ParallelDims, state: int) -> list[Saving]:
+    """What spreading the state of a model that is cut over further ranks saves."""
+    if dims.dp_replicate > 1:
+        shards = dims.dp_replicate * dims.dp_shard
+        return [Saving(f"strategy.dp_replicate=1 strategy.dp_shard={shards}", state - state // dims.dp_replicate)]
+    axes = [axis for axis in AXES if getattr(config.strategy, axis) == "auto"]
+    axis = axes[0] if axes else "dp_shard"
+    given = "" if axes else f"strategy.{axis}={2 * getattr(dims, axis)} "
+    if axis == "dp_replicate":
+        return []
+    devices = 2 * dims.world_size // config.trainer.num_nodes
+    return [Saving(f"{given}trainer.devices={devices}", state // 2)]
 
 
 def _stage(config: RunConfig) -> int:

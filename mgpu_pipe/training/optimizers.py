@@ -26,7 +26,8 @@ def decay_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[s
         {"params": [p for p in trainable if num_dims[id(p)] >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if num_dims[id(p)] < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    # A pipeline's rank may hold frozen parameters alone; torch refuses no group, and takes an empty one.
+    return [group for group in groups if group["params"]] or groups[:1]
 
 
 def optimizer_factory(config: OptimizerConfig) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
@@ -51,7 +52,9 @@ def optimizer_factory(config: OptimizerConfig) -> Callable[[torch.nn.Module], to
         is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in FUSED_ON_CPU
         if is_torchs and "fused" not in kwargs and not kwargs.get("foreach"):
             kwargs["fused"] = True
-        parameters = decay_groups(model, config) if takes_decay else [p for p in model.parameters() if p.requires_grad]
+        parameters = decay_groups(model, config)
+        if not takes_decay:
+            parameters = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         try:
             return cls(parameters, **kwargs)
         except (TypeError, ValueError, RuntimeError) as error:

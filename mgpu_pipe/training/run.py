@@ -210,7 +210,7 @@ def _build_model(
     """The model, and what fills it where it is still on the meta device."""
     source = config.model
     if _starts_from_folder(config):
-        source = replace(config.model, path=config.checkpoint.init_from)
+        source = replace(config.model, type=None, path=config.checkpoint.init_from)
     if source.path is not None and not sharded:
         return load_pretrained(source, device), None
     if source.path is not None:
@@ -224,10 +224,10 @@ def _build_model(
 
 def _starts_from_folder(config: RunConfig) -> bool:
     """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
-    source = config.checkpoint.init_from
-    return source is not None and not (Path(source) / "manifest.json").exists() and (
-        Path(source) / "config.json"
-    ).exists()
+    if config.checkpoint.init_from is None:
+        return False
+    source = Path(config.checkpoint.init_from).expanduser()
+    return not (source / "manifest.json").exists() and (source / "config.json").exists()
 
 
 def _weights_reader(config: RunConfig) -> CheckpointReader:

@@ -50,6 +50,19 @@ def test_what_cannot_work_is_said_with_the_fix(arguments: tuple[object, ...], sa
     assert [str(error) for error in pipeline_errors(EIGHT, *arguments)] == [said]  # type: ignore[arg-type]
 
 
+def test_blocks_kept_in_part_are_refused_where_backward_passes_are_split() -> None:
+    (error,) = pipeline_errors(EIGHT, "llama", 2, "zbv", 4, checkpointing="selective")
+    assert str(error).startswith("strategy.activation_checkpointing=selective: zbv goes back through a block twice")
+    assert str(error).endswith("use full or none, or strategy.pipeline.schedule=gpipe or 1f1b or interleaved_1f1b")
+    assert pipeline_errors(EIGHT, "llama", 2, "zbv", 4, checkpointing="full") == []
+    assert pipeline_errors(EIGHT, "llama", 2, "1f1b", 4, checkpointing="selective") == []
+
+
+def test_a_family_whose_layers_are_not_known_is_refused_without_them() -> None:
+    (error,) = pipeline_errors({}, "falcon", 2, "1f1b", 4)
+    assert "cannot be cut into stages" in str(error)
+
+
 def test_what_works_has_no_errors_and_several_come_together() -> None:
     for name in SCHEDULES:
         compiled = not SCHEDULES[name].splits_backward

@@ -49,3 +49,11 @@ def test_zero_1_and_2_shard_less() -> None:
     assert "strategy=zero3 (saves about 48 MiB)" in said(1, False)
     assert "(gradients 8 MiB, optimizer 16 MiB" in said(2, False)
     assert "strategy=zero3 (saves about 24 MiB)" in said(2, False)
+
+
+def test_a_model_that_is_cut_is_spread_further_by_its_own_axis() -> None:
+    config, _ = compose(["strategy=tp", "model=llama_tiny", "data.seq_len=1"])
+    config = replace(config, trainer=replace(config.trainer, devices=2, accelerator="cpu"))
+    text = str(out_of_memory(MemoryError("no"), 0, config, ParallelDims(tp=2), BatchPlan(1, 1, 1), Model(False), {}))
+    assert "trainer.devices=4 (saves about 32 MiB)" in text
+    assert "strategy=fsdp" not in text

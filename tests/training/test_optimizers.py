@@ -34,3 +34,13 @@ def test_vectors_are_not_decayed_unless_asked() -> None:
     decays = {group["weight_decay"]: len(group["params"]) for group in build(weight_decay=0.1).param_groups}
     assert decays == {0.1: 1, 0.0: 3}
     assert len(build(weight_decay=0.1, decay_norms_and_biases=True).param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"decay_norms_and_biases": True}, {"_target_": "torch.optim.Rprop", "weight_decay": 0.0}]
+)
+def test_a_rank_that_trains_nothing_has_an_optimizer_too(fields: dict[str, object]) -> None:
+    frozen = torch.nn.Linear(3, 2).requires_grad_(False)
+    optimizer = optimizer_factory(OptimizerConfig(**fields))(frozen)
+    optimizer.step()
+    assert [group["params"] for group in optimizer.param_groups] == [[]]

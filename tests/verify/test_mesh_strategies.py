@@ -57,6 +57,26 @@ def test_sharded_strategies_are_the_plain_computation(overrides: tuple[str, ...]
     assert broken(first) == {}
 
 
+MIXTURE = ("model=mixtral_tiny", "objective.router_aux_loss=0.1", "trainer.devices=2")
+STAGES = ("model=llama_tiny", "trainer.devices=2", "strategy=pp")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*MIXTURE, "strategy=tp", "strategy.sequence_parallel=true"),
+        (*MIXTURE, "strategy=pp", "strategy.activation_checkpointing=full"),
+        (*STAGES, "model.freeze=['model.embed_tokens.*','model.layers.0.*']"),
+        (*STAGES, "precision=bf16", "strategy.pipeline.schedule=zbv"),
+    ],
+)
+def test_the_axes_are_the_plain_computation(overrides: tuple[str, ...]) -> None:
+    first, *_ = run_processes(2, verified, small_run(*overrides, steps=2), False)
+    assert len(first) == 5
+    assert broken(first) == {}
+
+
 @pytest.mark.parametrize("overrides", [FSDP, HSDP])
 def test_one_ranks_wrong_gradient_is_found(overrides: tuple[str, ...]) -> None:
     config = small_run("model=llama_tiny", "trainer.devices=4", *overrides)

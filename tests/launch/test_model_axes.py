@@ -1,0 +1,59 @@
+"""What ``check`` says about the model axes, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.launch.model_axes import across_nodes, model_axis_errors
+from mgpu_pipe.launch.numerics import unused_options
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+
+def composed(*overrides: str) -> RunConfig:
+    return compose(["model=llama_tiny", *overrides])[0]
+
+
+def said(config: RunConfig, dims: ParallelDims) -> list[str]:
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    return [str(error) for error in model_axis_errors(config, dims, plan, resolved_fields(config.model))]
+
+
+def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_they_are_cut() -> None:
+    config = composed("optimizer._target_=torch.optim.Adafactor")
+    (error,) = said(config, ParallelDims(tp=2))
+    assert error.startswith("optimizer._target_=torch.optim.Adafactor: Adafactor looks at whole tensors")
+    assert said(config, ParallelDims(cp=2)) == []
+
+
+def test_flash_attention_is_refused_in_a_pipeline() -> None:
+    config = composed()
+    config = replace(config, model=replace(config.model, attn_implementation="flash_attention_2"))
+    (error,) = said(config, ParallelDims(pp=2))
+    assert error.startswith("model.attn_implementation=flash_attention_2: it lays a micro-batch's rows end to end")
+
+
+@pytest.mark.parametrize(
+    ("dims", "devices", "keys"),
+    [
+        (ParallelDims(tp=4, dp_shard=4), 8, []),
+        (ParallelDims(tp=8, dp_shard=2), 4, ["strategy.tp"]),
+        (ParallelDims(tp=3, dp_shard=8), 8, ["strategy.tp"]),
+        (ParallelDims(ep=8, dp_shard=16), 8, []),
+        (ParallelDims(ep=8, dp_shard=8, cp=2), 8, ["strategy.ep"]),
+        (ParallelDims(pp=4, cp=4), 8, []),
+    ],
+)
+def test_groups_that_reach_across_nodes_are_told(dims: ParallelDims, devices: int, keys: list[str]) -> None:
+    assert [key for key, _ in across_nodes(dims, devices)] == keys
+
+
+def test_options_of_an_axis_that_is_not_there_are_told() -> None:
+    config = composed("strategy.pipeline.schedule=zbv", "strategy.context.method=ulysses")
+    assert [key for key, _ in unused_options(config)] == ["strategy.pipeline.schedule", "strategy.context.method"]
+    used = composed("strategy=cp", "strategy.pp=2", "strategy.pipeline.schedule=zbv", "strategy.fsdp.prefetch=2")
+    assert unused_options(used) == []
