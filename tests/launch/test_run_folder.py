@@ -108,6 +108,17 @@ def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:
     assert old.config.exists()
 
 
+@pytest.mark.parametrize("trained", ["checkpoints/step-00000004/manifest.json", "metrics.csv"])
+def test_a_launch_that_trained_before_it_was_refused_keeps_everything(trained: str, tmp_path: Path) -> None:
+    """A restart finds its newest checkpoint damaged, under ``on_corruption=stop``: the others must survive that."""
+    folder = choose_folder(config_in(tmp_path, folder=tmp_path / "run"))
+    for name in ("config.yaml", trained):
+        (folder.paths.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.paths.root / name).write_text("")
+    folder.discard()
+    assert (folder.paths.root / trained).exists() and folder.paths.config.exists()
+
+
 def test_a_disk_that_fills_up_while_the_launch_is_recorded_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
