@@ -165,7 +165,8 @@ class Checkpointer:
         )
         if _is_rank_0():
             try:
-                prune(root, keep.keep_last, keep.keep_every, self._best_steps())
+                step = int(state["step"])
+                prune(root, keep.keep_last, keep.keep_every, self._best_steps(step), newest=step)
             except OSError as error:  # the new checkpoint is safe; the disk may fill up
                 _warn(f"old checkpoints could not be deleted: {error}; delete them by hand")
 
@@ -185,13 +186,13 @@ class Checkpointer:
         good = newest_valid(self._paths.checkpoints, "fallback", "size")
         return f"the last good one is {good.path}" if good is not None else "there is none before it"
 
-    def _best_steps(self) -> list[int]:
-        """The ``keep_best`` committed steps with the lowest ``best_metric``."""
+    def _best_steps(self, newest: int) -> list[int]:
+        """The ``keep_best`` committed steps with the lowest ``best_metric``, of those up to ``newest``."""
         if not self._config.keep_best:
             return []
         ranked: list[tuple[float, int]] = []
         for info in list_steps(self._paths.checkpoints):
-            if info.valid:
+            if info.valid and info.step <= newest:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
                 if self._config.best_metric in metrics:
                     ranked.append((metrics[self._config.best_metric], info.step))
