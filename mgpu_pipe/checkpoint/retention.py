@@ -32,12 +32,22 @@ def best(metrics: Mapping[int, float | None], count: int) -> list[int]:
     return [step for _, step in ranked[:count]]
 
 
-def prune(root: Path, keep_last: int, keep_every: int | None = None, best_steps: Sequence[int] = ()) -> list[int]:
+def prune(
+    root: Path,
+    keep_last: int,
+    keep_every: int | None = None,
+    best_steps: Sequence[int] = (),
+    newest: int | None = None,
+) -> list[int]:
     """Delete the checkpoints that nothing asks to keep.
 
     Kept: the newest ``keep_last`` (0 keeps all), the multiples of ``keep_every``, the ``best_steps``, and always the
     newest. Only checkpoints that are whole count and only those are deleted: a damaged one neither takes a good
     one's place nor vanishes before somebody looked at it. A deleted step is first renamed out of sight.
+
+    Args:
+        newest: the step that was just saved. Later ones are of a past that the run did not go on from, because their
+            content is damaged, which their sizes do not show: they stay, and take no place.
 
     Returns:
         The deleted steps, ascending.
@@ -48,6 +58,7 @@ def prune(root: Path, keep_last: int, keep_every: int | None = None, best_steps:
     if keep_last == 0:
         return []
     steps = [info.step for info in list_steps(root, verify="size") if info.valid]
+    steps = [step for step in steps if newest is None or step <= newest]
     staying = kept(steps, keep_last, keep_every, best_steps)
     doomed = [step for step in steps if step not in staying]
     for step in doomed:

@@ -112,5 +112,9 @@ def _put_in_place(partial: Path, out: Path) -> None:
     if old.exists():
         shutil.rmtree(old)
     out.rename(old)
-    partial.rename(out)
+    try:
+        partial.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
     shutil.rmtree(old)

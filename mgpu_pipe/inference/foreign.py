@@ -68,7 +68,7 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
             f"--from={file}: holds more than tensors and plain values ({_reason(error)}), and reading that could run "
             "code of its maker; where you trust it, save its tensors alone: torch.save(checkpoint['state_dict'], ...)"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except Exception as error:  # the unpickler meets a damaged file's bytes as instructions: it may fail in any way
         raise BadInputError(f"--from={file}: cannot be read as a torch checkpoint ({_reason(error)})") from error
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
     if not isinstance(state, Mapping) or not state:

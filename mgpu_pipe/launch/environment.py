@@ -47,7 +47,13 @@ def describe_environment(command: Sequence[str], threads_per_worker: int, world_
 
 
 def write_environment(path: Path, environment: dict[str, object]) -> None:
-    path.write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+    """Whole or not at all: a launch that is killed here must not lose when the run was begun."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(environment, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
 
 
 def _version(package: str) -> str:

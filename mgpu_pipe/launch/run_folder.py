@@ -45,8 +45,11 @@ class RunFolder:
     created: bool
 
     def discard(self) -> None:
-        """Take back what this launch wrote, when it was refused before it began: the folder stays usable."""
-        if self.goes_on:
+        """Take back what this launch wrote, when it was refused before it began: the folder stays usable.
+
+        Once it has trained, its folder holds what cannot be made again, and nothing of it goes.
+        """
+        if self.goes_on or self.paths.checkpoints.exists() or self.paths.metrics.exists():
             return
         for entry in self.paths.root.iterdir():
             if entry.is_dir():

@@ -64,6 +64,8 @@ class Checkpointer:
         beside = config.async_save and config.every_n_steps is not None
         self._background = BackgroundSaver(timeout_s) if beside else None
         self._planner = Planner()
+        self._failed: CheckpointSaveError | None = None
+        """Why the newest save failed before its thread began, where training went on."""
         self.last_step: int | None = None
         """The newest step whose save was begun."""
         self.last_path: Path | None = None
@@ -97,7 +99,7 @@ class Checkpointer:
                       "(checkpoint.when_busy=skip)")  # fmt: skip
                 return
             self._settle(background.wait(), last=False)
-        self.last_step = step
+        self.last_step, self._failed = step, None
         root, model, optimizer = self._paths.checkpoints, strategy.model_pieces(), strategy.optimizer_pieces()
         state = self._state(strategy, step, metrics)
         try:
@@ -111,6 +113,7 @@ class Checkpointer:
         except CheckpointSaveError as error:
             if self._goes_on_after_errors and not last:
                 self._tell(error)
+                self._failed = error  # the run may turn out to end here
             self._settle(error, last)
 
     def finish(self, step: int) -> None:
@@ -119,14 +122,26 @@ class Checkpointer:
         Raises:
             CheckpointSaveError: on every rank; see :meth:`save`.
         """
+        error: Exception | None = self._failed
         if self._background is not None:
-            self._settle(self._background.wait(), last=self.last_step == step)
+            error = self._background.wait() or error
+        self._settle(error, last=self.last_step == step)
+        if self._background is not None:
             self._background.release()
 
     def let_finish(self) -> None:
-        """Give a save that is going on the time to be committed, where training failed. Not collective."""
-        if self._background is not None:
-            self._background.wait(self._patience_s)
+        """Give a save that is going on the time to be committed, where training failed. Not collective.
+
+        The run's error is another one; what becomes of the save is told beside it.
+        """
+        if self._background is None:
+            return
+        error = self._background.wait(self._patience_s)
+        if self._background.running:
+            _warn(f"the checkpoint of step {self.last_step} was not written within {self._patience_s:g} s "
+                  "(launch.stop_timeout) and is left unfinished")  # fmt: skip
+        elif error is not None and not self._was_told(error):
+            _warn(f"WARNING: {error}; {self._last_good()}")
 
     @property
     def _goes_on_after_errors(self) -> bool:
@@ -165,16 +180,21 @@ class Checkpointer:
         )
         if _is_rank_0():
             try:
-                prune(root, keep.keep_last, keep.keep_every, self._best_steps())
+                step = int(state["step"])
+                prune(root, keep.keep_last, keep.keep_every, self._best_steps(step), newest=step)
             except OSError as error:  # the new checkpoint is safe; the disk may fill up
                 _warn(f"old checkpoints could not be deleted: {error}; delete them by hand")
 
     def _tell(self, error: CheckpointSaveError) -> None:
         _warn(f"WARNING: {error}; {self._last_good()}; training goes on (checkpoint.on_save_error=continue)")
 
+    def _was_told(self, error: Exception) -> bool:
+        """Whether the user was warned of it when it came up."""
+        return self._goes_on_after_errors and isinstance(error, CheckpointSaveError)
+
     def _settle(self, error: Exception | None, last: bool) -> None:
         """Raise a save's error unless it was told and the run is to go on."""
-        if error is None or (self._goes_on_after_errors and not last and isinstance(error, CheckpointSaveError)):
+        if error is None or (not last and self._was_told(error)):
             return
         if not isinstance(error, CheckpointSaveError):
             raise error
@@ -182,16 +202,19 @@ class Checkpointer:
         raise CheckpointSaveError(f"{error}; {self._last_good()}; {fix}") from error
 
     def _last_good(self) -> str:
-        good = newest_valid(self._paths.checkpoints, "fallback", "size")
+        try:
+            good = newest_valid(self._paths.checkpoints, "fallback", "size")
+        except OSError as error:  # the disk that failed the save may not be there at all
+            return f"which one is the last good one cannot be read ({error})"
         return f"the last good one is {good.path}" if good is not None else "there is none before it"
 
-    def _best_steps(self) -> list[int]:
-        """The ``keep_best`` committed steps with the lowest ``best_metric``."""
+    def _best_steps(self, newest: int) -> list[int]:
+        """The ``keep_best`` committed steps with the lowest ``best_metric``, of those up to ``newest``."""
         if not self._config.keep_best:
             return []
         ranked: list[tuple[float, int]] = []
         for info in list_steps(self._paths.checkpoints):
-            if info.valid:
+            if info.valid and info.step <= newest:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
                 if self._config.best_metric in metrics:
                     ranked.append((metrics[self._config.best_metric], info.step))

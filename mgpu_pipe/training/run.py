@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from transformers.utils.logging import disable_progress_bar
 
+from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
 from mgpu_pipe.config.build import build
@@ -231,9 +232,11 @@ def _starts_from_folder(config: RunConfig) -> bool:
 
 
 def _weights_reader(config: RunConfig) -> CheckpointReader:
+    """A collective call: the run that the weights come from may be saving, and ranks that look by themselves would
+    take different steps of it."""
     keep = config.checkpoint
-    source = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
-    return CheckpointReader(source, keep.verify)
+    found = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
+    return CheckpointReader(Path(exchange_json(str(found), None)[0]), keep.verify)
 
 
 def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:

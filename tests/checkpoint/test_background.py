@@ -76,7 +76,7 @@ def _world_size() -> int:
 
 def checkpointer(folder: Path, **options: Any) -> Checkpointer:
     config_file(folder)
-    more = {name: options.pop(name) for name in ("before_manifest",) if name in options}
+    more = {name: options.pop(name) for name in ("before_manifest", "patience_s") if name in options}
     config = CheckpointConfig(every_n_steps=1, **options)
     return Checkpointer(config, RunPaths(folder), {"global_batch_size": 4}, **more)
 
@@ -306,8 +306,11 @@ def test_a_failed_save_that_is_gone_on_after_is_told_loudly(
 
 @pytest.mark.parametrize("on_save_error", ["stop", "continue"])
 @pytest.mark.parametrize("last", [True, False])
-def test_the_runs_last_save_fails_it_either_way(on_save_error: str, last: bool, tmp_path: Path) -> None:
-    trained, saver = Trained(), checkpointer(tmp_path, on_save_error=on_save_error)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_the_runs_last_save_fails_it_either_way(
+    on_save_error: str, last: bool, async_save: bool, tmp_path: Path
+) -> None:
+    trained, saver = Trained(), checkpointer(tmp_path, on_save_error=on_save_error, async_save=async_save)
     with full_disk(), pytest.raises(CheckpointSaveError, match="step 5 could not be written"):
         saver.save(trained, 5, {}, last=last)
         saver.finish(5)
@@ -357,3 +360,31 @@ def test_a_training_that_fails_lets_the_save_come_to_its_end(tmp_path: Path) -> 
         threading.Timer(0.2, go.set).start()
         saver.let_finish()
     assert steps_in(tmp_path) == [1]
+
+
+def test_a_save_that_fails_while_training_fails_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = checkpointer(tmp_path)
+    with caplog.at_level(logging.WARNING), full_disk():
+        saver.save(Trained(), 1, {})
+        saver.let_finish()
+    assert "WARNING: the checkpoint of step 1 could not be written" in caplog.text
+
+
+def test_a_save_that_is_given_up_when_training_fails_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saver = checkpointer(tmp_path, patience_s=0.1)
+    with caplog.at_level(logging.WARNING), slow_disk() as go:
+        saver.save(Trained(), 1, {})
+        saver.let_finish()
+        go.set()
+        saver.finish(1)
+    assert "the checkpoint of step 1 was not written within 0.1 s (launch.stop_timeout)" in caplog.text
+
+
+def test_a_disk_that_is_gone_leaves_the_saves_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path))
+
+    saver = checkpointer(tmp_path)
+    monkeypatch.setattr("mgpu_pipe.training.checkpointing.newest_valid", gone)
+    with full_disk(), pytest.raises(CheckpointSaveError, match=r"step 1 could not be written.*Stale file handle"):
+        saver.save(Trained(), 1, {}, last=True)

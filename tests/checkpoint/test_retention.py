@@ -12,7 +12,7 @@ from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
-from tests.checkpoint.support import config_file
+from tests.checkpoint.support import config_file, flip_bit
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def test_a_damaged_step_does_not_take_a_good_ones_place(root: Path) -> None:
     (root / "step-00000060" / "model-00000.safetensors").write_bytes(b"")
     assert prune(root, 1) == [10, 20, 30, 40]
     assert _steps(root) == [50] and (root / "step-00000060").exists()
+
+
+def test_a_later_step_that_the_run_did_not_go_on_from_takes_no_place(root: Path) -> None:
+    """Step 60 has its size and a flipped bit: the run went on from 50, and was stopped at 55."""
+    flip_bit(root / "step-00000060" / "model-00000.safetensors", 90)
+    _save(root, 55)
+    assert prune(root, 1, newest=55) == [10, 20, 30, 40, 50]
+    found = newest_valid(root)
+    assert found is not None and found.step == 55 and (root / "step-00000060").exists()
 
 
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_like_a_checkpoint(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.inference.by_blocks import logits_by_blocks
+from mgpu_pipe.inference.export import _put_in_place
 from mgpu_pipe.inference.load import open_model, read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.models.build import build_meta, materialise
@@ -135,3 +138,22 @@ def test_a_folder_that_gives_other_logits_never_gets_its_name(
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 1
     assert "logits differ" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial, rename = tmp_path / "out", tmp_path / "out.partial", Path.rename
+    for folder in (out, partial):
+        folder.mkdir()
+        (folder / "config.json").write_text(folder.name)
+
+    def fail(source: Path, target: Path) -> Path:
+        if source == partial:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        _put_in_place(partial, out)
+    assert (out / "config.json").read_text() == "out" and not (tmp_path / "out.old").exists()

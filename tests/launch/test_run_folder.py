@@ -19,6 +19,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions, TrainerConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.errors import ConfigError, RunFolderError
+from mgpu_pipe.launch.environment import write_environment
 from mgpu_pipe.launch.run_folder import (
     check_unused,
     choose_folder,
@@ -108,6 +109,17 @@ def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:
     assert old.config.exists()
 
 
+@pytest.mark.parametrize("trained", ["checkpoints/step-00000004/manifest.json", "metrics.csv"])
+def test_a_launch_that_trained_before_it_was_refused_keeps_everything(trained: str, tmp_path: Path) -> None:
+    """A restart finds its newest checkpoint damaged, under ``on_corruption=stop``: the others must survive that."""
+    folder = choose_folder(config_in(tmp_path, folder=tmp_path / "run"))
+    for name in ("config.yaml", trained):
+        (folder.paths.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder.paths.root / name).write_text("")
+    folder.discard()
+    assert (folder.paths.root / trained).exists() and folder.paths.config.exists()
+
+
 def test_a_disk_that_fills_up_while_the_launch_is_recorded_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +152,22 @@ def test_the_run_begun_last_is_so_also_where_the_clock_was_set_back_since(tmp_pa
     assert newest_run(tmp_path / "study") == second.root
     recorded = json.loads(second.environment.read_text())
     assert recorded["started"] == now
+
+
+def test_a_launch_that_is_killed_while_it_is_recorded_keeps_when_the_run_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ``checkpoint.resume=auto`` would take an older run of this name for the newest."""
+    paths = leave_run(tmp_path / "study" / "run", 100.0)
+    leave_run(tmp_path / "study" / "older", 50.0)
+
+    def killed(source: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_environment(paths.environment, {"created": 100.0, "more": "x" * 10_000})
+    assert newest_run(tmp_path / "study") == paths.root
 
 
 def test_auto_starts_afresh_where_there_is_no_run(tmp_path: Path) -> None:
