@@ -68,7 +68,6 @@ STAGES = ("model=llama_tiny", "trainer.devices=2", "strategy=pp")
         (*MIXTURE, "strategy=tp", "strategy.sequence_parallel=true"),
         (*MIXTURE, "strategy=pp", "strategy.activation_checkpointing=full"),
         (*STAGES, "model.freeze=['model.embed_tokens.*','model.layers.0.*']"),
-        (*STAGES, "precision=bf16", "strategy.pipeline.schedule=zbv"),
     ],
 )
 def test_the_axes_are_the_plain_computation(overrides: tuple[str, ...]) -> None:
