@@ -87,8 +87,9 @@ def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path)
     from mgpu_pipe.inference.by_blocks import logits_by_blocks
 
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+    text = model.config.get_text_config()
+    tokens = min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
+    ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
     logits = logits_by_blocks(model, read, ids, dtype).float().contiguous()
     package = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))

@@ -157,3 +157,8 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_one_before(
     with pytest.raises(OSError, match="Input/output error"):
         _put_in_place(partial, out)
     assert (out / "config.json").read_text() == "out" and not (tmp_path / "out.old").exists()
+
+
+def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "gpt2", n_positions=16)
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
