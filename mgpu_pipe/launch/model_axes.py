@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.launch.pipeline_errors import pipeline_errors
 from mgpu_pipe.launch.pipeline_picture import schedule_lines
@@ -13,7 +14,7 @@ from mgpu_pipe.models.context_checks import context_parallel_errors
 from mgpu_pipe.models.experts import expert_parallel_errors, router_loss_errors
 from mgpu_pipe.models.tensor_plans import tensor_parallel_errors
 from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, stage_layers
-from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 NOT_BY_ELEMENT = ("Adafactor", "Muon")
@@ -53,6 +54,11 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     if strategy.sequence_parallel and dims.tp == 1:
         errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false",
                                   "it splits activations over the tensor-parallel ranks"))
+    schedule, precision = strategy.pipeline.schedule, resolve_precision(config)
+    if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision != "fp32":
+        fix = "use 1f1b or interleaved_1f1b, or precision=fp32"
+        errors.append(ConfigError("strategy.pipeline.schedule", schedule, fix,
+                                  f"it splits the backward pass, which {precision} does not go with here"))
     if strategy.pipeline.layers and dims.pp == 1:
         errors.append(ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, "give strategy.pp, or leave it "
                                   "out", "there is one stage"))

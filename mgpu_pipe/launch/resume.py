@@ -6,6 +6,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.integrity import read_state
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
@@ -13,7 +14,7 @@ from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.tokenizer_folder import token_differences
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
@@ -31,12 +32,20 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     """The step folder that an attempt starts from: this run's newest valid one, else what was asked for, else none.
 
     Raises:
-        CheckpointError: no usable checkpoint where one was named, or a damaged one under ``on_corruption=stop``.
+        CheckpointError: no usable checkpoint where there are some or one was named, or a damaged one under
+            ``on_corruption=stop``.
     """
     checkpoint = config.checkpoint
     own = newest_valid(paths.checkpoints, checkpoint.on_corruption, checkpoint.verify)
     if own is not None:
         return own.path
+    damaged = list(layout.committed(paths.checkpoints))
+    if damaged:
+        # Starting afresh would cut the metrics and train over what a disk that is ill for a moment still holds.
+        raise CheckpointError(
+            f"{paths.checkpoints}: none of its {len(damaged)} checkpoints can be read whole; look with mgpu-pipe "
+            f"checkpoints check {paths.root} --full, or start in another run.dir"
+        )
     if checkpoint.resume in ("none", "auto"):
         return None
     return resolve_source(checkpoint.resume, checkpoint.on_corruption, checkpoint.verify).absolute()

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.data.tokenizer_folder import token_differences
-from mgpu_pipe.errors import ConfigErrors
-from mgpu_pipe.launch.resume import check_init_from, check_resume
+from mgpu_pipe.errors import CheckpointError, ConfigErrors
+from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
 
 STEP = 4
 Change = Callable[[RunConfig], None]
@@ -156,3 +158,13 @@ def test_weights_of_a_model_folder_with_another_tokenizer_are_refused(
     (folder / "config.json").write_text("{}")
     with pytest.raises(ConfigErrors, match=r"data.tokenizer=auto: the weights of .* gives other ids"):
         check_init_from(changed(config, "checkpoint.init_from", str(folder)), prepared)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tmp_path: Path) -> None:
+    config, _ = compose(["checkpoint.resume=auto", f"run.dir={tmp_path}"])
+    assert resume_step(config, RunPaths(tmp_path)) is None
+    step = tmp_path / "checkpoints" / "step-00000010"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints can be read whole"):
+        resume_step(config, RunPaths(tmp_path))

@@ -68,6 +68,8 @@ def test_check_shows_the_pipeline(cache: Path, tmp_path: Path) -> None:
         (("strategy=pp", "trainer.devices=2", "strategy.pipeline.schedule=1fb1"), "did you mean 1f1b?"),
         (("strategy=pp", "strategy.pipeline.schedule=zbv", "trainer.devices=2", "model.compile=true"),
          "model.compile=true: zbv computes gradients of inputs and weights apart"),
+        (("strategy=pp", "strategy.pipeline.schedule=zbv", "trainer.devices=2", "precision=bf16"),
+         "strategy.pipeline.schedule=zbv: it splits the backward pass, which bf16 does not go with here"),
         (("strategy=zero3", "strategy.tp=2", "trainer.devices=2"), "strategy.tp=2: strategy.engine=deepspeed"),
         (("objective.router_aux_loss=0.1",), "objective.router_aux_loss=0.1: the llama family has no routers"),
         (("strategy=megatron", "strategy.tp=3", "trainer.devices=4"), "4 processes are not divisible by tp=3"),
