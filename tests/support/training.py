@@ -53,6 +53,8 @@ class Case:
     checkpointing: str = "none"
     freeze: tuple[str, ...] = ()
     branches: bool = False
+    together: bool = False
+    """Every sample takes the branch that otherwise some take."""
     steps: int = 5
     layers: int = 0
     """Of the model, where not its own."""
@@ -178,11 +180,16 @@ class Windows:
 class BranchObjective(CausalLMObjective):
     """Tells the branched block which sample is at hand."""
 
-    first_sample = 0
+    def micro_batch_loss(self, batch: Any) -> torch.Tensor:
+        decoder_blocks(self.model)[0].sample = int(batch["input_ids"].sum())
+        return super().micro_batch_loss(batch)
+
+
+class TogetherObjective(CausalLMObjective):
+    """Has every sample take the branch."""
 
     def micro_batch_loss(self, batch: Any) -> torch.Tensor:
-        sample = int(batch["input_ids"].sum())
-        decoder_blocks(self.model)[0].sample = sample
+        decoder_blocks(self.model)[0].sample = 0
         return super().micro_batch_loss(batch)
 
 
@@ -240,7 +247,8 @@ def trained(
     warnings.simplefilter("ignore")
     strategy = strategy_of(case, dims)
     model = built(case)
-    cls = BranchObjective if case.branches else CausalLMObjective
+    branching = TogetherObjective if case.together else BranchObjective
+    cls = branching if case.branches else CausalLMObjective
     objective = cls(model, adamw, lambda step: 1.0, 7)
     watch = Watch(on_start)
     trainer = pl.Trainer(
@@ -278,7 +286,7 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         for at in range(0, case.samples, size):
             part = {name: value[at : at + size] for name, value in batch.items()}
             if case.branches:
-                decoder_blocks(model)[0].sample = int(part["input_ids"].sum())
+                decoder_blocks(model)[0].sample = 0 if case.together else int(part["input_ids"].sum())
             inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"], "use_cache": False}
             cast = {name: p.to(dtype) for name, p in model.named_parameters()}
             logits = torch.func.functional_call(model, cast, kwargs=inputs).logits.float()
