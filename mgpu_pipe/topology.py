@@ -215,7 +215,7 @@ class BatchPlan:
         divisors = [n for n in range(1, share + 1) if share % n == 0]
         if data.micro_batch_size == "auto":
             small = [n for n in divisors if n <= MAX_AUTO_MICRO_BATCH]
-            for count in (2 * stages, stages, 1):
+            for count in (2 * stages, stages) if stages > 1 else ():
                 fits = [n for n in small if share // n >= count and (share // n) % stages == 0]
                 if fits:
                     return cls(total, data_parallel_size, max(fits))

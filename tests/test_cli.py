@@ -62,7 +62,7 @@ def test_check_never_imports_torch(tmp_path: Path, overrides: list[str]):
 
 
 def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
-    done = mgpu_pipe("trainer.devcies=4", "+trainer.max_stepps=3", "strategy=dpp", "data.seq_len=long",
+    done = mgpu_pipe("trainer.devcies=4", "+trainer.max_stepps=3", "strategy=ddpp", "data.seq_len=long",
                      "optimizer._target_=os.system", folder=tmp_path)
     assert (done.code, done.out) == (2, "")
     lines = done.err.splitlines()
@@ -81,8 +81,8 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
         (["check", "--bogus"], "unrecognized arguments: --bogus"),
         (["check", "--config-name", "nothing"], "Cannot find primary config 'nothing'"),
         (["check", "--config-dir", "nothing"], "--config-dir nothing: no such folder"),
-        (["--cfg", "job", "strategy=dpp"], "did you mean ddp?"),
-        (["-m", "strategy=ddp,dpp"], "strategy=dpp: no such option; did you mean ddp?"),
+        (["--cfg", "job", "strategy=ddpp"], "did you mean ddp?"),
+        (["-m", "strategy=ddp,ddpp"], "strategy=ddpp: no such option; did you mean ddp?"),
         (["ls", "modle"], "no such group; did you mean model?"),
         (["schema", "x"], "takes nothing"),
     ],
@@ -102,7 +102,7 @@ def test_hydras_own_flags_work(tmp_path: Path):
     assert "devices: 3" in shown.out
     help_text = mgpu_pipe("--help", folder=tmp_path)
     assert help_text.code == 0
-    assert "strategy: ddp, fsdp, hsdp, single, zero1, zero2, zero3" in help_text.out
+    assert "strategy: cp, ddp, ep, fsdp, hsdp, megatron, pp, single, tp, zero1, zero2, zero3" in help_text.out
     assert "mgpu-pipe check experiment=quickstart" in help_text.out
     assert list(tmp_path.iterdir()) == []
 

@@ -70,3 +70,11 @@ def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do(total, 
     with pytest.raises(ConfigError) as refused:
         BatchPlan.resolve(DataConfig(global_batch_size=total, micro_batch_size=micro), world)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("share", "stages", "micro"), [(32, 1, 8), (32, 2, 8), (16, 2, 4), (8, 4, 1), (6, 4, 6), (7, 1, 7)]
+)
+def test_auto_leaves_every_stage_two_micro_batches_where_it_can(share: int, stages: int, micro: int) -> None:
+    plan = BatchPlan.resolve(DataConfig(global_batch_size=share), 1, stages)
+    assert plan.micro_batch_size == micro

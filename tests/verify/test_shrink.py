@@ -93,7 +93,7 @@ def test_every_kind_of_layer_stays(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
-    found = shrink_model(ModelConfig(path=str(tmp_path)), ParallelDims(pp=4), 32)
+    found = shrink_model(ModelConfig(path=str(tmp_path)), ParallelDims(pp=4), 32, 4)
     assert found.config["layer_types"] == ["sliding_attention", "full_attention"] * 2
 
 
