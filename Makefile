@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.development
 BENCHMARKS := $(VENV)/.benchmarks
+# Processes that share the tests; each of them starts worlds of up to 16 more, so more than the cores is no gain.
+JOBS ?= 2
 
 .PHONY: train test test-fast lint bench clean
 
@@ -14,10 +16,10 @@ train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
 
 test: lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist worksteal
 
 test-fast: $(DEVELOPMENT)
-	$(BIN)/python -m pytest tests -m "not slow"
+	$(BIN)/python -m pytest tests -m "not slow" --numprocesses $(JOBS) --dist worksteal
 
 lint: $(DEVELOPMENT)
 	$(BIN)/ruff check mgpu_pipe tests benchmarks

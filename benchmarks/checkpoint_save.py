@@ -7,7 +7,9 @@
   and the process's peak memory over its own state.
 - Growth: a save of eight times the bytes over eight times the time; memory that a save takes besides.
 
-State is that of AdamW on a Llama's shapes. ``python -m benchmarks.checkpoint_save [MiB]``.
+State is that of AdamW on a Llama's shapes: whole layers of Llama 3.2 1B where a rank's slices matter, which is how many
+bytes a tensor has and how wide its rows are; narrower ones where only the bytes do.
+``python -m benchmarks.checkpoint_save [MiB]``.
 """
 
 from __future__ import annotations
@@ -27,15 +29,17 @@ from benchmarks.support import finish
 REPEATS = 5
 DEFAULT_MIB = 384
 MIB = 1 << 20
+NARROW, LLAMA_1B = 512, 2048
+"""Hidden sizes."""
 PART_BYTES = 4 * MIB
 """Of the plain write; larger ones are not faster."""
 
 
-def state_of(nbytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and AdamW's moments of about ``nbytes`` together, in layers of a Llama's shapes."""
+def state_of(nbytes: int, hidden: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and AdamW's moments of at least ``nbytes`` together, in layers of a Llama's shapes."""
     import torch
 
-    hidden, weights = 512, {}
+    weights: dict[str, Any] = {}
     shapes = {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden), "gate_proj": (4 * hidden, hidden),
               "down_proj": (hidden, 4 * hidden), "norm": (hidden,)}  # fmt: skip
     generator = torch.Generator().manual_seed(0)
@@ -61,10 +65,10 @@ def pieces_of(tensors: dict[str, Any], dim: int, rank: int, world: int) -> list[
     return found
 
 
-def own_pieces(nbytes: int, dim: int = 0) -> tuple[list[Any], list[Any]]:
+def own_pieces(nbytes: int, hidden: int, dim: int = 0) -> tuple[list[Any], list[Any]]:
     import torch.distributed as dist
 
-    weights, moments = state_of(nbytes)
+    weights, moments = state_of(nbytes, hidden)
     place = dist.get_rank(), dist.get_world_size()
     return pieces_of(weights, dim, *place), pieces_of(moments, dim, *place)
 
@@ -107,7 +111,7 @@ def stall(folder: str, nbytes: int) -> dict[str, float]:
     from mgpu_pipe.config.schema import CheckpointConfig
     from mgpu_pipe.training.checkpointing import Checkpointer
 
-    held = Held(*own_pieces(nbytes))
+    held = Held(*own_pieces(nbytes, LLAMA_1B))
     total = sum(piece.tensor.nbytes for piece in (*held.model, *held.optimizer))
     source, target = torch.ones(total // 4), torch.zeros(total // 4)
     saver = Checkpointer(CheckpointConfig(every_n_steps=1, keep_last=1), RunPaths(Path(folder)),
@@ -139,7 +143,7 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
     from mgpu_pipe.checkpoint.save import save
 
     root, rank = Path(folder), dist.get_rank()
-    model, optimizer = own_pieces(nbytes)
+    model, optimizer = own_pieces(nbytes, NARROW)
     total = sum(piece.tensor.nbytes for piece in (*model, *optimizer))
     plain = byte_view(torch.randn(total // 4))
     ours, theirs, extra = [], [], []
@@ -168,11 +172,11 @@ def load(folder: str, nbytes: int) -> list[dict[str, Any]]:
     from mgpu_pipe.checkpoint.save import save
 
     root = Path(folder)
-    step = save(root / "checkpoints", 1, *own_pieces(nbytes), {}, root / "config.yaml")
+    step = save(root / "checkpoints", 1, *own_pieces(nbytes, LLAMA_1B), {}, root / "config.yaml")
     found = []
     for verify in ("full", "size"):
         for dim, name in ((0, "rows"), (1, "columns")):
-            targets = own_pieces(nbytes, dim)
+            targets = own_pieces(nbytes, LLAMA_1B, dim)
             expected = [piece.tensor.clone() for part in targets for piece in part]
             for piece in (*targets[0], *targets[1]):
                 piece.tensor.zero_()
@@ -237,7 +241,8 @@ def main() -> None:
     out = finish(
         "checkpoint_save", "Saving and loading checkpoints",
         ["what", "ours (ms)", "peer (ms)", "ratio", "wanted at most"], rows,
-        f"{nbytes / MIB:.0f} MiB of weights and AdamW state over all processes, fp32, one thread a process; medians of "
+        f"{nbytes / MIB:.0f} MiB (stall and load: one layer of Llama 3.2 1B, 480 MiB) of weights and AdamW state over "
+        "all processes, fp32, one thread a process; medians of "
         f"{REPEATS} after one that is left out, the slowest process counts. Peers: torch's copy of one tensor of the "
         "same bytes; write() of parts of 4 MiB and fsync, one file a process. Of the last two rows: MiB, and the "
         f"model's MiB. Load average: {os.getloadavg()[0]:.1f}.",

@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,22 @@ def configured(strategy: str) -> Any:
     return config
 
 
-def blocks(strategy: str) -> dict[str, list[float]]:
-    """Seconds of every step after the warm-up, of both loops."""
+Block = Callable[[Any, Any, str], list[float]]
+"""Trains a configuration on prepared data by a strategy; seconds of every step after the warm-up."""
+
+
+def blocks(strategy: str, peer: Block) -> dict[str, list[float]]:
+    """Seconds of every step after the warm-up, of both."""
     import torch.distributed as dist
 
     from mgpu_pipe.data.prepare import prepare
 
     config = configured(strategy)
     prepared = prepare(config)
-    found: dict[str, list[float]] = {"ours": [], "plain": []}
+    found: dict[str, list[float]] = {"ours": [], "peer": []}
     for _ in range(BLOCKS):
         dist.barrier()
-        found["plain"] += plain_block(config, prepared, strategy)
+        found["peer"] += peer(config, prepared, strategy)
         dist.barrier()
         found["ours"] += own_block(config, prepared)
     return found
@@ -113,19 +118,22 @@ def plain_block(config: Any, prepared: Any, strategy: str) -> list[float]:
     return seconds[WARM_UP:]
 
 
-def main() -> None:
+def compare(name: str, title: str, peer: Block, names: dict[str, str]) -> None:
+    """Measure the strategies against ``peer`` and write the result.
+
+    Args:
+        names: of the peer, for each strategy.
+    """
     from mgpu_pipe.data.prepare import prepare
 
     rows = []
-    for strategy in ("ddp", "fsdp"):
+    for strategy in names:
         prepare(configured(strategy))  # by a worker pool, which the processes of a group cannot start
-        found = run_group(WORLD, blocks, strategy)[0]
-        ours, plain = statistics.median(found["ours"]), statistics.median(found["plain"])
-        peer = "DistributedDataParallel" if strategy == "ddp" else "fully_shard"
-        rows.append([strategy, peer, ours * 1e3, plain * 1e3, ours / plain])
+        found = run_group(WORLD, blocks, strategy, peer)[0]
+        ours, theirs = statistics.median(found["ours"]), statistics.median(found["peer"])
+        rows.append([strategy, names[strategy], ours * 1e3, theirs * 1e3, ours / theirs])
     out = finish(
-        "data_parallel_time", "Step time on two CPU processes, over a hand-written loop",
-        ["strategy", "peer", "mgpu_pipe ms", "peer ms", "ratio"], rows,
+        name, title, ["strategy", "peer", "mgpu_pipe ms", "peer ms", "ratio"], rows,
         f"{MODEL}, {BATCH} samples of 256 tokens a step, fp32, one thread a process; medians of "
         f"{BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating.",
     )  # fmt: skip
@@ -133,4 +141,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compare(
+        "data_parallel_time", "Step time on two CPU processes, over a hand-written loop", plain_block,
+        {"ddp": "DistributedDataParallel", "fsdp": "fully_shard"},
+    )  # fmt: skip

@@ -13,32 +13,11 @@ its state is told the choice (:func:`choose_fsdp`), and everything after that is
 
 from __future__ import annotations
 
-import statistics
-import sys
 import tempfile
 import time
 from typing import Any
 
-from benchmarks.data_parallel_time import BATCH, BLOCKS, MODEL, STEPS, WARM_UP, WORLD, configured, own_block
-from benchmarks.processes import run_group
-from benchmarks.support import finish
-
-
-def blocks(strategy: str) -> dict[str, list[float]]:
-    """Seconds of every step after the warm-up, of both."""
-    import torch.distributed as dist
-
-    from mgpu_pipe.data.prepare import prepare
-
-    config = configured(strategy)
-    prepared = prepare(config)
-    found: dict[str, list[float]] = {"ours": [], "trainer": []}
-    for _ in range(BLOCKS):
-        dist.barrier()
-        found["trainer"] += trainer_block(config, prepared, strategy)
-        dist.barrier()
-        found["ours"] += own_block(config, prepared)
-    return found
+from benchmarks.data_parallel_time import BATCH, STEPS, WARM_UP, WORLD, compare
 
 
 def trainer_block(config: Any, prepared: Any, strategy: str) -> list[float]:
@@ -103,23 +82,8 @@ def forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def main() -> None:
-    from mgpu_pipe.data.prepare import prepare
-
-    rows = []
-    for strategy in ("ddp", "fsdp"):
-        prepare(configured(strategy))  # by a worker pool, which the processes of a group cannot start
-        found = run_group(WORLD, blocks, strategy)[0]
-        ours, theirs = statistics.median(found["ours"]), statistics.median(found["trainer"])
-        rows.append([strategy, ours * 1e3, theirs * 1e3, ours / theirs])
-    out = finish(
-        "trainer_time", "Step time on two CPU processes, over Hugging Face Trainer with accelerate",
-        ["strategy", "mgpu_pipe ms", "Trainer ms", "ratio"], rows,
-        f"{MODEL}, {BATCH} samples of 256 tokens a step, fp32, one thread a process; medians of "
-        f"{BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating.",
-    )  # fmt: skip
-    print(f"written: {out}", file=sys.stderr)
-
-
 if __name__ == "__main__":
-    main()
+    compare(
+        "trainer_time", "Step time on two CPU processes, over Hugging Face Trainer with accelerate", trainer_block,
+        {"ddp": "Trainer, DistributedDataParallel", "fsdp": "Trainer, accelerate's FSDP2"},
+    )  # fmt: skip

@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import (  # noqa: F401  pytest finds hooks here
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
+
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

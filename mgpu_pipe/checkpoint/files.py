@@ -59,6 +59,16 @@ def close(descriptor: int) -> None:
     os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Flush a file that was written by others to the disk."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries (created, renamed and removed names) to the disk."""
     with naming(path):
@@ -80,10 +90,18 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make ``path`` and its missing parents, each flushed into the folder above it."""
+    """Make ``path`` and its missing parents, each flushed into the folder above it.
+
+    Raises:
+        FileExistsError: there is a file, or somebody else has made ``path`` meanwhile (a parent may be made by others).
+    """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
-        make_folder(folder)
+        try:
+            make_folder(folder)
+        except FileExistsError:
+            if folder == path or not folder.is_dir():
+                raise
         sync_folder(folder.parent)
 
 

@@ -15,6 +15,7 @@ from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord
 from mgpu_pipe.checkpoint.integrity import MAX_SMALL_FILE_BYTES, Verify, hashing_pool, read_state
 from mgpu_pipe.checkpoint.manifest import Manifest, read_manifest
+from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.errors import CheckpointError, RunFolderError
 
 
@@ -167,21 +168,9 @@ def _mapping(value: object) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings by their dotted path; lists are leaves."""
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        path = f"{prefix}{key}"
-        if isinstance(item, Mapping) and item:
-            found.update(flat(item, f"{path}."))
-        else:
-            found[path] = item
-    return found
-
-
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Leaves that differ: dotted path and both values as JSON, ``-`` where there is none."""
-    a, b = flat(one), flat(other)
+    a, b = leaves(one), leaves(other)
     return [
         (key, _shown(a, key), _shown(b, key))
         for key in dict.fromkeys([*a, *b])

@@ -19,7 +19,7 @@ from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES, Entry, TensorFile
 from mgpu_pipe.errors import CheckpointError
 
-MAX_GAP_BYTES = 4096
+MIN_GAP_BYTES = 4096
 """Runs that lie closer together than a page are read as one: the kernel reads whole pages anyway."""
 
 _MAX_DIFFERENCES_SHOWN = 8
@@ -213,7 +213,7 @@ def _read_block(
     for rows in _rows(whole, offsets, tuple(block.shape)):
         run_bytes, stride_bytes = rows.run * item, rows.stride * item
         position = start + rows.first * item
-        if rows.count == 1 or stride_bytes - run_bytes > MAX_GAP_BYTES:
+        if rows.count == 1 or stride_bytes - run_bytes >= MIN_GAP_BYTES:
             for row in range(rows.count):
                 file.read_into(position + row * stride_bytes, target[done : done + run_bytes])
                 done += run_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,3 +37,16 @@ class StepWindow:
     """This process's share; may be empty or ragged only in the last evaluation window."""
     normalizer: int
     """Valid tokens of the step over all processes; the loss is their sum of losses over this number."""
+
+
+class ListedWindows:
+    """Step windows that are at hand, for Lightning, which would take a list of them for several loaders."""
+
+    def __init__(self, windows: list[StepWindow]) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __iter__(self) -> Iterator[StepWindow]:
+        return iter(self._windows)

@@ -55,10 +55,10 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
         errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false",
                                   "it splits activations over the tensor-parallel ranks"))
     schedule, precision = strategy.pipeline.schedule, resolve_precision(config)
-    if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision != "fp32":
-        fix = "use 1f1b or interleaved_1f1b, or precision=fp32"
+    if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision == "fp8":
+        fix = "use 1f1b or interleaved_1f1b, or precision=bf16"
         errors.append(ConfigError("strategy.pipeline.schedule", schedule, fix,
-                                  f"it splits the backward pass, which {precision} does not go with here"))
+                                  "it splits the backward pass, which float8 products do not go with"))
     if strategy.pipeline.layers and dims.pp == 1:
         errors.append(ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, "give strategy.pp, or leave it "
                                   "out", "there is one stage"))
@@ -77,6 +77,10 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     if flash and dims.pp > 1:
         errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
                                   "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect"))
+    if flash and strategy.sequence_parallel and dims.ep > 1 and config.objective.router_aux_loss:
+        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
+                                  "it lays rows end to end, which the routers' balance loss cannot tell apart where "
+                                  "sequence parallelism and expert parallelism share the ranks"))
     if config.precision.name == "fp8" and dims.tp > 1:
         errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1",
                                   "tensor parallelism has no float8 products"))

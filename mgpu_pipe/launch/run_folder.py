@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checkpoint import files
 from mgpu_pipe.config.freeze import config_hash, freeze, load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -143,6 +144,11 @@ def record_launch(
         shutil.copyfile(file, paths.tokenizer / file.name)
     paths.logs.mkdir(exist_ok=True)
     paths.summary.unlink(missing_ok=True)
+    # Checkpoints are worth nothing after a power failure that lost what they belong to.
+    for path in (paths.config, paths.overrides, paths.environment, paths.data, *paths.tokenizer.iterdir()):
+        files.sync_file(path)
+    for folder in (paths.tokenizer, paths.root):
+        files.sync_folder(folder)
 
 
 def next_attempt(paths: RunPaths) -> int:
@@ -184,10 +190,15 @@ def _new_folder(runs: Path, hash8: str) -> Path:
 
 def _make(folder: Path, *, exist_ok: bool) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
+        if not folder.exists():
+            files.make_folders(folder)
+        elif not (exist_ok and folder.is_dir()):
+            raise FileExistsError(folder)
     except FileExistsError:
         if not exist_ok:
             raise
+        if folder.is_dir():  # somebody made it meanwhile
+            return
         raise RunFolderError(f"{folder}: this is a file; set run.dir or run.root to a folder") from None
     except OSError as error:
         raise _not_writable(folder, error.strerror or str(error)) from error

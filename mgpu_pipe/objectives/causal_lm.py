@@ -15,7 +15,6 @@ from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
 from mgpu_pipe.objectives.router_loss import RouterLoss
-from mgpu_pipe.objectives.vocabulary_cross_entropy import vocabulary_cross_entropy
 from mgpu_pipe.parallel.vocabulary import shard_of
 
 if TYPE_CHECKING:
@@ -40,13 +39,9 @@ class LossHead:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             if self.labels is None:
                 return plain_forward(hidden)
-            shard = shard_of(head)
-            if shard is None:
-                self.result = linear_cross_entropy(hidden, head.weight, head.bias, self.labels, self._chunk_tokens)
-            else:
-                self.result = vocabulary_cross_entropy(
-                    hidden, head.weight, head.bias, self.labels, shard, self._chunk_tokens
-                )
+            self.result = linear_cross_entropy(
+                hidden, head.weight, head.bias, self.labels, self._chunk_tokens, shard_of(head)
+            )
             return self.result
 
         head.forward = forward  # type: ignore[method-assign, assignment]

@@ -4,6 +4,10 @@ The head's matrix product, the softmax and their gradients are computed for some
 ``(tokens, vocabulary)`` never exist whole. Gradients are formed in the forward pass, where the chunk's logits are
 at hand, so nothing is recomputed: the cost is that of the plain computation (Hsu et al. 2024, "Liger Kernel",
 arXiv:2410.10989, section 3.2).
+
+Where the head's vocabulary is cut over ranks, each computes the logits of its rows of it, and they are never gathered.
+What the softmax needs of the other ranks is two numbers a token: the log of their sums of exponentials, and the
+target's logit from the one that holds it (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.parallel.tensor_collectives import all_gather_parts
+from mgpu_pipe.parallel.vocabulary import VocabularyShard
 
 AUTO_CHUNK_BYTES = 64 << 20
 
@@ -34,6 +40,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         rows_at_once: int,
+        shard: VocabularyShard | None,
     ) -> torch.Tensor:
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         want_any = want_hidden or want_weight or want_bias
@@ -48,16 +55,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + rows_at_once)
             chunk, target = hidden[rows], labels[rows]
             valid = target != IGNORE_INDEX
-            index = target.clamp_min(0).unsqueeze(1)
+            index, held = (target.clamp_min(0), valid) if shard is None else shard.locate(target)
+            index, held = index.unsqueeze(1), held.unsqueeze(1)
             logits = F.linear(chunk, weight, bias).float()
-            normaliser = torch.logsumexp(logits, dim=1, keepdim=True)
-            losses = normaliser - logits.gather(1, index)
+            normaliser, of_target = torch.logsumexp(logits, dim=1, keepdim=True), logits.gather(1, index)
+            if shard is not None:
+                normaliser, of_target = _over_shards(normaliser, of_target.masked_fill(~held, 0.0), shard)
+            losses = normaliser - of_target
             total += torch.where(valid.unsqueeze(1), losses, 0.0).sum(dtype=torch.float64)
             if not want_any:
                 continue
             # d loss / d logits = softmax - one-hot, in the memory of the logits.
             grad = logits.sub_(normaliser).exp_()
-            grad.scatter_add_(1, index, torch.full_like(losses, -1.0))
+            grad.scatter_add_(1, index, -held.to(grad.dtype))
             grad.mul_(valid.unsqueeze(1))
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -86,7 +96,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad_bias is None else (grad_bias * factor).to(ctx.bias_dtype),
             None,
             None,
+            None,
         )
+
+
+def _over_shards(
+    normaliser: torch.Tensor, of_target: torch.Tensor, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax's normaliser and the target's logit over the whole vocabulary, from those of the ranks' rows."""
+    of_all = all_gather_parts(torch.stack([normaliser, of_target]), shard.group)
+    return torch.logsumexp(of_all[:, 0], dim=0), of_all[:, 1].sum(0)
 
 
 def linear_cross_entropy(
@@ -95,21 +114,28 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     chunk_tokens: int | str = "auto",
+    shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Sum of the cross-entropies of ``hidden @ weight.T + bias`` against ``labels``.
 
+    With a ``shard`` this is a collective call of its group, one all-gather of ``2 * rows`` floats a rank for every
+    chunk; the loss is the same on every rank, and the gradient of ``hidden`` is this rank's part of a sum over them.
+
     Args:
         hidden: ``(..., width)``.
-        weight: ``(vocabulary, width)``, bias ``(vocabulary,)`` or None.
-        labels: ``(...)`` int64; ``IGNORE_INDEX`` rows count nothing.
+        weight: ``(vocabulary, width)``, or this rank's rows of it; bias of that length, or None.
+        labels: ``(...)`` int64 in the whole vocabulary; ``IGNORE_INDEX`` rows count nothing.
         chunk_tokens: rows of logits at once; see :func:`chunk_rows`.
+        shard: which rows of the vocabulary ``weight`` holds; None for all.
 
     Returns:
         A float64 scalar.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = chunk_rows(chunk_tokens, weight.shape[0], flat.shape[0])
-    result = _LinearCrossEntropy.apply(flat, weight, bias, labels.reshape(-1), rows)
+    # By the widest shard: ranks have to agree on the number of chunks.
+    vocabulary = weight.shape[0] if shard is None else -(-shard.whole // shard.group.size())
+    rows = chunk_rows(chunk_tokens, vocabulary, flat.shape[0])
+    result = _LinearCrossEntropy.apply(flat, weight, bias, labels.reshape(-1), rows, shard)
     assert isinstance(result, torch.Tensor)
     return result
 

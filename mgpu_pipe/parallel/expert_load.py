@@ -39,15 +39,18 @@ class ExpertLoad:
 
     Works whether or not the experts are cut, and before or after they are.
 
+    Args:
+        device: this process's, where counts are summed even if there are none yet.
+
     Raises:
         ValueError: the model has no experts that are known to :func:`experts_modules`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         found, layouts = experts_modules(model), layouts_of(model)
         if not found:
             raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
-        self._modules = list(found.values())
+        self._modules, self._device = list(found.values()), device or torch.device("cpu")
         self._counts: list[torch.Tensor | None] = [None] * len(found)
         self._lengths: list[int] = []
         self._computed = [computed_rows(module) or 0 for module in self._modules]
@@ -63,7 +66,7 @@ class ExpertLoad:
             group: all ranks of a pipeline stage; None is this process alone.
             copies: how many of them hold each token where it is routed: ``tp`` without sequence parallelism.
         """
-        device = next((counts.device for counts in self._counts if counts is not None), torch.device("cpu"))
+        device = next((counts.device for counts in self._counts if counts is not None), self._device)
         rows = [
             torch.zeros(length, dtype=torch.int64, device=device) if counts is None else counts
             for length, counts in zip(self._lengths, self._counts, strict=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -153,11 +153,18 @@ class UsedParameters:
 
     def __init__(self, model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.flags = [False] * len(parameters)
-        self._own: list[tuple[torch.nn.Module, str, int]] = []
+        self._sharded: list[tuple[Any, int]] = []
         index = {id(parameter): number for number, parameter in enumerate(parameters)}
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._watch(module, index)
+                group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+                held = [] if group is None else group.fsdp_params
+                for parameter in held:  # whose own reference may be from before the model was filled
+                    place = parameter._module_info
+                    number = index.get(id(place.module._parameters[place.param_name]))
+                    if number is not None:
+                        self._sharded.append((parameter, number))
 
     def clear(self) -> None:
         self.flags[:] = [False] * len(self.flags)
@@ -165,12 +172,17 @@ class UsedParameters:
     def note_gradients(self) -> None:
         """Take note of the gathered parameters that hold a gradient now.
 
-        For backward passes that hand gradients out instead of accumulating them, so that no hook tells.
+        For backward passes that hand gradients out instead of accumulating them, so that no hook tells, and FSDP2 does
+        not bring them to the type that they are summed in: that is done here.
         """
-        for module, name, number in self._own:
-            gathered = module._parameters[name]
-            if gathered is not None and not isinstance(gathered, DTensor) and gathered.grad is not None:
+        for parameter, number in self._sharded:
+            if not hasattr(parameter, "_unsharded_param"):  # not gathered yet
+                continue
+            summed = parameter.unsharded_accumulated_grad
+            if parameter._unsharded_param.grad is not None or summed is not None:
                 self.flags[number] = True
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
     def _watch(self, unit: torch.nn.Module, index: dict[int, int]) -> None:
         """At the unit's first forward pass, put a hook on its gathered parameters, which last as long as the unit."""
@@ -180,8 +192,6 @@ class UsedParameters:
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in index
         ]
-
-        self._own += own
 
         def on_first_forward(_: torch.nn.Module, __: object) -> None:
             handle.remove()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
 from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
 from mgpu_pipe.parallel.pipeline_cut import StageView, cut_stages
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
@@ -83,13 +84,14 @@ class Pipeline:
         in_stage: runs each forward pass of a stage, for what has to be around it.
         after_weights: called when gradients of weights were computed apart from those of inputs.
         boundary_shape: of those hidden states for a micro-batch; (rows, seq_len, hidden_size) if not given.
+        measure: measure what each stage's first forward pass leaves for its backward pass.
     """
 
     def __init__(
         self, plan: PipelinePlan, views: Sequence[StageView], group: dist.ProcessGroup, device: torch.device,
         loss_of: LossOf, dtype: torch.dtype = torch.float32, boundary_shape: BoundaryShape | None = None,
         in_stage: InStage = lambda batch, last, scale, compute: compute(),
-        after_weights: Callable[[], None] = lambda: None,
+        after_weights: Callable[[], None] = lambda: None, measure: bool = False,
     ) -> None:  # fmt: skip
         self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
         self.stages: list[ScheduledStage] = []
@@ -99,6 +101,8 @@ class Pipeline:
         self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
         self._in_stage, self._after_weights = in_stage, after_weights
         self._boundary_shape = boundary_shape or self._plain_boundary
+        self._measure = measure
+        self._left: dict[int, int] = {}
         self._seed = self._loss_scale = 1.0
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._schedules: dict[tuple[object, ...], tuple[object, list[ScheduledStage]]] = {}
@@ -152,10 +156,30 @@ class Pipeline:
         return loss * self._seed
 
     def _train_stage(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        output = self._forward(view, received, batch)
+        if self._measure and view.index not in self._left:
+            output = self._measured(view, received, batch)
+        else:
+            output = self._forward(view, received, batch)
         if view.last:
             self._loss_sum += output.detach()
         return output
+
+    def _measured(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        gathered = gathered_bytes(self._model)
+        with ForwardMeter(self._device) as meter:
+            output = self._forward(view, received, batch)
+        gathered = gathered_bytes(self._model) - gathered
+        self._left[view.index] = max(0, meter.left_bytes() - gathered)
+        return output
+
+    def activation_bytes(self) -> int | None:
+        """What the stages of this rank kept for their backward passes in the last window, at most; None if unknown.
+
+        What a stage's first forward pass left, for as many micro-batches as it has held at once.
+        """
+        if not self._measure or not self.stages:
+            return None
+        return sum(self._left[stage.stage_index] * stage.most_in_flight for stage in self.stages)
 
     def _forward(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         def compute() -> torch.Tensor:

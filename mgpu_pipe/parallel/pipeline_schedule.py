@@ -149,8 +149,24 @@ def build_schedule(
     if name in SINGLE:
         return SINGLE[name](stages[0], num_micro_batches, loss_fn=loss_function, scale_grads=False)
     schedule = MULTI[name](list(stages), num_micro_batches, loss_fn=loss_function, scale_grads=False)
+    _separate_pairs(schedule)
     _free_weights_last(schedule, dist.get_rank(stages[0].group))
     return schedule
+
+
+def _separate_pairs(schedule: PipelineScheduleMulti) -> None:
+    """Make single actions of a forward and a backward pass that are meant to overlap (DualPipeV).
+
+    torch runs the two one after the other, and sends what the first one made after the second one only, which keeps
+    the next rank waiting.
+    """
+    if not any(action and action.sub_actions for actions in schedule.pipeline_order.values() for action in actions):
+        return
+    schedule.pipeline_order = {
+        rank: [one for action in actions for one in ((action.sub_actions if action else None) or (action,))]
+        for rank, actions in schedule.pipeline_order.items()
+    }
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)  # type: ignore[attr-defined]
 
 
 def _free_weights_last(schedule: PipelineScheduleMulti, rank: int) -> None:

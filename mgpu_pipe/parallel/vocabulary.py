@@ -1,7 +1,7 @@
 """The vocabulary cut over the tensor-parallel ranks: embedding and output head.
 
 Each rank holds a range of the rows of both. A vocabulary that the ranks do not divide is cut unevenly; nothing is
-padded. The loss over a cut vocabulary is :mod:`mgpu_pipe.objectives.vocabulary_cross_entropy`.
+padded. The loss over a cut vocabulary is :mod:`mgpu_pipe.objectives.cross_entropy`.
 """
 
 from __future__ import annotations

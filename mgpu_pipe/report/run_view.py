@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import redact
@@ -168,22 +169,10 @@ def differing(views: list[RunView]) -> list[list[str]]:
     own = [[item for item in view.overrides if item not in common and not _names_the_run(item)] for view in views]
     if any(own):
         return own
-    flat = [flatten(view.config) for view in views]
+    flat = [leaves(view.config) for view in views]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not _names_the_run(key)]
     apart = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
     return [[f"{key}={'null' if one.get(key) is None else one[key]}" for key in apart] for one in flat]
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; lists stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{path}."))
-        else:
-            flat[path] = value
-    return flat
 
 
 def number(value: object) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -190,7 +191,9 @@ def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
 
 def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
     stage = config.strategy.deepspeed.stage
-    for name, value in flat(config.strategy.deepspeed_config):
+    for name, value in leaves(config.strategy.deepspeed_config).items():
+        if value == {}:
+            continue
         owner = _found(name, OWNED)
         if owner is not None:
             decides = OWNED[owner]
@@ -220,12 +223,3 @@ def _optimizer_errors(config: RunConfig) -> Iterator[BadInputError]:
         fix = "use torch.optim.AdamW, or the mesh engine (strategy=fsdp)"
         reason = "ZeRO updates flat pieces of the weights, and this optimizer needs whole matrices"
         yield ConfigError("optimizer._target_", target, fix, reason)
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf by its dotted name."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -133,7 +133,11 @@ class MeshStrategy(EngineStrategy):
         # All at once: context parallelism reads positions on the host, where later ones would wait for the device.
         parts = [split.part_of(micro_batch) for micro_batch in window.micro_batches]
         if split.pipeline is not None:
-            return self._finish_step(window, split.pipeline.run_window(parts, window.normalizer, scale))
+            loss_sum = split.pipeline.run_window(parts, window.normalizer, scale)
+            activations = split.pipeline.activation_bytes()
+            if activations is not None:
+                self._memory["activations"] = activations
+            return self._finish_step(window, loss_sum)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             split.begin_backward(last=index == len(parts) - 1)
@@ -252,8 +256,9 @@ class MeshStrategy(EngineStrategy):
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps on its device: of weights, gradients and optimizer state, and of activations.
 
-        Activations are what the run's first forward pass left for its backward pass (not known where blocks are
-        compiled); gradients are those after the first window.
+        Activations are what the run's first forward pass left for its backward pass (in a pipeline, for as many
+        micro-batches as a stage holds at once; not known where blocks are compiled); gradients are those after the
+        first window.
         """
         self.split.settle()
         kind = self._device.type

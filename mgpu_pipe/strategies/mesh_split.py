@@ -161,6 +161,7 @@ class SplitModel:
             self.pipeline = Pipeline(
                 options.pipeline, views, self._groups["pp"], self._device, self._objective.micro_batch_loss, compute,
                 in_stage=self._in_stage, after_weights=lambda: self.facts.note_gradients(),
+                measure=not options.compile_model,
             )  # fmt: skip
         return experts
 
@@ -169,7 +170,7 @@ class SplitModel:
         if self._dims.world_size > 1:
             self._stage = self._dims.stage_mesh(self._device.type).get_group()
         if experts_modules(model):
-            self._load = ExpertLoad(model)
+            self._load = ExpertLoad(model, self._device)
 
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
         dims, options = self._dims, self._options.sharding

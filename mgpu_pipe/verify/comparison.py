@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.window import ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.strategies.base import EngineStrategy
@@ -74,7 +74,7 @@ def compare(
         inference_mode=False,
     )  # fmt: skip
     quiet_signals(trainer)
-    trainer.fit(objective, _Windows([window_maker(batch, step, plan, at) for step, batch in enumerate(batches)]))
+    trainer.fit(objective, ListedWindows([window_maker(batch, step, plan, at) for step, batch in enumerate(batches)]))
     return watch.measurements
 
 
@@ -92,19 +92,6 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
         build_schedule(config.scheduler, config.scheduler.total_steps or 1),
     )  # fmt: skip
     return strategy, objective
-
-
-class _Windows:
-    """An iterable that is no list: Lightning takes a list for several loaders."""
-
-    def __init__(self, windows: list[StepWindow]) -> None:
-        self._windows = windows
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __iter__(self) -> Iterator[StepWindow]:
-        return iter(self._windows)
 
 
 class _Comparison(pl.Callback):

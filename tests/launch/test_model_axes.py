@@ -37,6 +37,14 @@ def test_flash_attention_is_refused_in_a_pipeline() -> None:
     assert error.startswith("model.attn_implementation=flash_attention_2: it lays a micro-batch's rows end to end")
 
 
+def test_flash_attention_is_refused_where_the_balance_loss_could_not_tell_rows_apart() -> None:
+    config = composed("model=mixtral_tiny", "strategy.sequence_parallel=true", "objective.router_aux_loss=0.01")
+    config = replace(config, model=replace(config.model, attn_implementation="flash_attention_2"))
+    (error,) = said(config, ParallelDims(dp_shard=2, tp=2, ep=4))
+    assert error.startswith("model.attn_implementation=flash_attention_2: it lays rows end to end")
+    assert said(config, ParallelDims(dp_shard=2, tp=2)) == []
+
+
 @pytest.mark.parametrize(
     ("dims", "devices", "keys"),
     [

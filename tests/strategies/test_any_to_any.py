@@ -21,8 +21,8 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
-from tests.strategies.conftest import TRANSFER_CELLS
 from tests.support.processes import run_processes
+from tests.support.tables import TRANSFER_CELLS
 from tests.support.training import Case, Outcome, plain, trained
 
 pytestmark = pytest.mark.slow

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from mgpu_pipe.topology import ParallelDims
-from tests.strategies.conftest import AXES_CELLS
 from tests.support.processes import run_processes
-from tests.support.training import Case, Outcome, plain, trained, worst_error
+from tests.support.tables import AXES_CELLS
+from tests.support.training import Case, Outcome, assembled, plain, trained, worst_error
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +121,22 @@ def test_the_topology_is_one_process(name: str, model: str) -> None:
     worst, where = worst_error(outcomes, oracle(model, topology.layers, topology.case.get("max_norm")))
     AXES_CELLS[name, model] = f"{worst:.3f}" if worst <= 1 else f"FAILED {worst:.2g}"
     assert worst <= 1, where
+
+
+SAME_STAGES = ("interleaved_zero_bubble", "interleaved_1f1b")
+"""A schedule that splits the backward pass and one that does not, with the same stages on every rank."""
+
+
+def _split_and_whole(precision: str) -> list[Outcome]:
+    sizes = ParallelDims(pp=2, dp_shard=2)
+    case = Case(steps=3, micro_batches=4, layers=4, precision=precision, max_norm=0.3)
+    return [trained(replace(case, schedule=schedule), sizes) for schedule in SAME_STAGES]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_split_backward_pass_sums_gradients_in_fp32_as_a_whole_one_does(precision: str) -> None:
+    by_rank = run_processes(4, _split_and_whole, precision)
+    for split, whole in by_rank:
+        assert split.losses == whole.losses and split.norms == whole.norms
+    weights = [assembled([outcome.weights for outcome in outcomes]) for outcomes in zip(*by_rank, strict=True)]
+    assert all(torch.equal(weights[0][name], whole) for name, whole in weights[1].items())

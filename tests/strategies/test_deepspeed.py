@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.boxes import Piece, tiling_fault
 from mgpu_pipe.checkpoint.host import select
+from mgpu_pipe.data.window import ListedWindows
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
@@ -27,7 +28,7 @@ from mgpu_pipe.strategies.zero_build import partition_model
 from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
-from tests.strategies.test_mesh import STEPS, Windows, adamw, oracle, relative, whole
+from tests.strategies.test_mesh import STEPS, adamw, oracle, relative, whole
 from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
@@ -117,7 +118,8 @@ def trained(
     )  # fmt: skip
     quiet_signals(trainer)
     try:
-        trainer.fit(objective, Windows([window(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]))
+        windows = [window(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]
+        trainer.fit(objective, ListedWindows(windows))
     except (NonFiniteStep, ConfigError) as error:
         return {"error": str(error), "steps": len(watch.rows)}
     return {

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.data.window import ListedWindows
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.base import EngineStrategy
@@ -25,7 +26,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_deepspeed import joined, parts, with_extensions_in
-from tests.strategies.test_mesh import LR, Windows, relative, whole
+from tests.strategies.test_mesh import LR, relative, whole
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
 
@@ -95,7 +96,7 @@ def segment(
         use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
     )  # fmt: skip
     quiet_signals(trainer)
-    trainer.fit(objective, Windows([window(step, rank, world, 2) for step in range(start, stop)]))
+    trainer.fit(objective, ListedWindows([window(step, rank, world, 2) for step in range(start, stop)]))
     if target is not None:
         config = target.parent / "config.yaml"
         if rank == 0:
@@ -178,7 +179,7 @@ def fit(strategy: EngineStrategy, model: torch.nn.Module, steps: int) -> set[str
     )  # fmt: skip
     quiet_signals(trainer)
     objective = CausalLMObjective(model, decaying_adamw, lambda step: 1.0, 7)
-    trainer.fit(objective, Windows([window(step, rank, world, 2) for step in range(steps)]))
+    trainer.fit(objective, ListedWindows([window(step, rank, world, 2) for step in range(steps)]))
     return gradients.names
 
 

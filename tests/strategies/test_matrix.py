@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mgpu_pipe.topology import ParallelDims
-from tests.strategies.conftest import CELLS
 from tests.support.processes import run_processes
+from tests.support.tables import CELLS
 from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained, worst_error
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.window import ListedWindows
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
@@ -28,19 +27,6 @@ CPU = torch.device("cpu")
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-
-
-class Windows:
-    """An iterable that is no list: Lightning takes a list for several loaders."""
-
-    def __init__(self, windows: list[StepWindow]) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __iter__(self) -> Iterator[StepWindow]:
-        return iter(self.windows)
 
 
 class Watch(pl.Callback):
@@ -81,7 +67,7 @@ def trained(
     quiet_signals(trainer)
     windows = [window(step, rank, world, micro_batch_size) for step in range(steps)]
     try:
-        trainer.fit(objective, Windows(windows))
+        trainer.fit(objective, ListedWindows(windows))
     except NonFiniteStep as error:
         return {"error": str(error), "steps": len(watch.rows)}
     weights = {piece.box.name: piece.tensor.clone() for piece in strategy.model_pieces()}

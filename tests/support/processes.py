@@ -35,8 +35,9 @@ def preloaded() -> Any:
 
 
 def _entry(
-    rank: int, world_size: int, store: str, function: Callable[..., Any], args: tuple[Any, ...], out: Any
-) -> None:
+    rank: int, world_size: int, store: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...],
+    out: Any,
+) -> None:  # fmt: skip
     import torch
     import torch.distributed as dist
 
@@ -46,7 +47,7 @@ def _entry(
     try:
         dist.init_process_group(
             "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
         )
         result = function(*args)
         dist.barrier()
@@ -58,16 +59,24 @@ def _entry(
     out.close()
 
 
-def run_processes(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """Results of ``function(*args)`` by rank; raises AssertionError with the first failing rank's traceback."""
-    context = preloaded()
+def run_processes(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, context: Any = None
+) -> list[Any]:
+    """Results of ``function(*args)`` by rank; raises AssertionError with the first failing rank's traceback.
+
+    Args:
+        timeout_s: of all together, and of each of their collectives.
+        context: of :mod:`multiprocessing`, which starts them; the server's that imported everything if not given.
+    """
+    context = context or preloaded()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_entry, args=(rank, world_size, str(Path(folder) / "store"), function, args, sender), daemon=True
-            )
+                target=_entry, daemon=True,
+                args=(rank, world_size, str(Path(folder) / "store"), timeout_s, function, args, sender),
+            )  # fmt: skip
             process.start()
             sender.close()
             pipes.append(receiver)

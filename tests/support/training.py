@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.window import IGNORE_INDEX, ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -164,19 +164,6 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=LR, weight_decay=0.1, fused=True)
 
 
-class Windows:
-    """An iterable that is no list: Lightning takes a list for several loaders."""
-
-    def __init__(self, windows: list[StepWindow]) -> None:
-        self.windows = windows
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __iter__(self) -> Iterator[StepWindow]:
-        return iter(self.windows)
-
-
 class BranchObjective(CausalLMObjective):
     """Tells the branched block which sample is at hand."""
 
@@ -259,7 +246,7 @@ def trained(
     quiet_signals(trainer)
     at, size = dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size
     steps = range(first_step, first_step + case.steps)
-    trainer.fit(objective, Windows([window_of(case, step, at, size) for step in steps]))
+    trainer.fit(objective, ListedWindows([window_of(case, step, at, size) for step in steps]))
     if on_end is not None:
         on_end(strategy)
     return Outcome(

@@ -1,0 +1,18 @@
+"""Nested settings by their dotted path, as overrides name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted path; lists and empty mappings are leaves."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found.update(leaves(value, f"{path}."))
+        else:
+            found[path] = value
+    return found

@@ -1,0 +1,15 @@
+"""The run of one process that others are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs.support import overrides
+from tests.support.command import mgpu, run_folder
+
+
+@pytest.fixture(scope="session")
+def alone(cache: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_folder(mgpu(cache, tmp_path_factory.mktemp("alone"), *overrides(corpus, "strategy=single")))

@@ -1,0 +1,27 @@
+"""The run that runs under other strategies are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.command import column
+
+BASE = (
+    "model=llama_tiny", "data=text_files", "precision=fp32", "optimizer.lr=3e-4", "data.seq_len=64",
+    "data.validation_max_samples=21", "data.global_batch_size=24", "trainer.val_every_n_steps=10",
+    "trainer.max_steps=20", "scheduler.warmup_steps=2", "logger=none", "objective.sample_prompts=['def ']",
+    "objective.sample_max_new_tokens=8",
+)  # fmt: skip
+MEASURED = ("train/loss", "train/grad_norm", "val/loss")
+
+
+def overrides(corpus: Path, *more: str) -> list[str]:
+    return [*BASE, f"data.paths=[{corpus}/*.txt]", *more]
+
+
+def same(folder: Path, other: Path, first: int = 1) -> None:
+    for name in MEASURED:
+        mine, truth = column(folder, name), column(other, name)
+        steps = [step for step in truth if step >= first]
+        assert steps
+        assert max(abs(mine[step] / truth[step] - 1) for step in steps) <= 1e-5, name
