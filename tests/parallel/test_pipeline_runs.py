@@ -32,7 +32,7 @@ from tests.parallel.pipeline_support import (
     whole_model,
     worst_error,
 )
-from tests.support.processes import TIMEOUT_S, _entry, preloaded, run_processes
+from tests.support.processes import _entry, preloaded, run_processes
 from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch, window
 
 COUNTS = (0, 1, 5)
@@ -208,7 +208,7 @@ def test_a_stage_that_dies_leaves_no_rank_waiting_for_longer_than_the_timeout(sc
         processes = [
             context.Process(
                 target=_entry, daemon=True,
-                args=(rank, 4, str(Path(folder) / "store"), TIMEOUT_S, dies_or_waits, (schedule, folder), sender),
+                args=(rank, 4, str(Path(folder) / "store"), 240.0, dies_or_waits, (schedule, folder), sender),
             )
             for rank in range(4)
         ]  # fmt: skip
