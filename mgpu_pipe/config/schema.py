@@ -1,8 +1,8 @@
 """``RunConfig``: every user key with its type, its default and one line of documentation.
 
 The composed Hydra configuration is converted into this tree by :mod:`mgpu_pipe.config.convert`, which refuses
-unknown keys and wrong types. The documentation of a key is the string literal below its field; the JSON schema
-and ``mgpu-pipe --help`` read it from there. Sizes that may be ``auto`` are typed ``int | Literal["auto"]``.
+unknown keys and wrong types. The documentation of a key is the string literal below its field; ``mgpu-pipe
+schema`` reads it from there. Sizes that may be ``auto`` are typed ``int | Literal["auto"]``.
 """
 
 from __future__ import annotations
@@ -144,6 +144,8 @@ class FullyShardConfig:
 class PipelineOptions:
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
     """Order of forward and backward passes; those after 1f1b put two stages on a rank."""
+    stages_per_rank: int | Auto = "auto"
+    """Stages of each rank under interleaved_1f1b and interleaved_zero_bubble; auto is two."""
     layers: list[int] = field(default_factory=list)
     """Layers of every stage, the first stage's first; empty balances them by cost, embedding and head counted."""
 

@@ -43,6 +43,10 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
     return errors
 
 
+NEEDS_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
+"""torch's; of others it is known when they are built."""
+
+
 def _optimizer_errors(optimizer: OptimizerConfig) -> list[ConfigError]:
     errors = [
         ConfigError(f"optimizer.options.{name}", optimizer.options[name], f"set optimizer.{name} instead")
@@ -50,6 +54,9 @@ def _optimizer_errors(optimizer: OptimizerConfig) -> list[ConfigError]:
     ]
     leaf = {TARGET: optimizer._target_, **optimizer.options}
     errors += check_target(leaf, OPTIMIZER_BASE, "optimizer", OPTIMIZER_PROVIDES, "optimizer.options")
+    if not errors and optimizer._target_ in NEEDS_CLOSURE:
+        fix, reason = "use one that takes given gradients", "it evaluates the loss itself, several times a step"
+        errors.append(ConfigError("optimizer._target_", optimizer._target_, fix, reason))
     if not errors and optimizer.weight_decay and "weight_decay" not in _names(optimizer._target_):
         reason = f"{optimizer._target_} takes no weight decay"
         errors.append(ConfigError("optimizer.weight_decay", optimizer.weight_decay, "use 0", reason))

@@ -71,7 +71,7 @@ def find_class(dotted: str) -> SourceClass:
         module = ".".join(parts[:length])
         if find_module(module) is not None:
             if len(parts) - length > 1:
-                return _nested(module, parts[length:], dotted)
+                return _nested(module, parts[length:])
             return _attribute(module, parts[length], 0)
     raise NoSuchName(f"there is no module {parts[0]}", [])
 
@@ -176,7 +176,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(handler.body)
 
 
-def _nested(module: str, parts: list[str], dotted: str) -> SourceClass:
+def _nested(module: str, parts: list[str]) -> SourceClass:
     """A class in a class; anything else between module and name (a module that is only imported) is refused."""
     outer = _attribute(module, parts[0], 0)
     for part in parts[1:]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from mgpu_pipe.config import plugins
-from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, usable_gpus
+from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, gpu_capability, usable_gpus
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.slots import slot_errors
 from mgpu_pipe.config.suggest import choose_from
@@ -23,6 +23,7 @@ AT_LEAST_ONE = (
     "objective.sample_max_new_tokens", "scheduler.decay_steps", "scheduler.total_steps", "checkpoint.every_n_steps",
     "checkpoint.keep_every", "trainer.devices", "trainer.num_nodes", "trainer.max_steps", "trainer.max_epochs",
     "trainer.val_every_n_steps", "trainer.log_every_n_steps", "launch.threads_per_worker",
+    "strategy.pipeline.stages_per_rank",
 )
 AT_LEAST_ZERO = (
     "seed", "data.synthetic.sigma", "data.num_workers", "data.validation_fraction", "objective.loss_chunk_tokens",
@@ -69,7 +70,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
     """
     return [*_device_errors(config, joined), *_length_errors(config), *_schedule_errors(config),
-            *_held_out_errors(config)]
+            *_held_out_errors(config), *_start_errors(config)]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
@@ -93,14 +94,19 @@ def world_size(config: RunConfig) -> int:
     return devices_per_node(config) * config.trainer.num_nodes
 
 
+BF16_CAPABILITY = (8, 0)
+"""The first GPUs with bf16 units (Ampere)."""
 Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
 
 
 def resolve_precision(config: RunConfig) -> Precision:
-    """The precision that ``auto`` means here: bf16 on CUDA and on CPUs with bf16 units, else fp32."""
+    """The precision that ``auto`` means here: bf16 on GPUs and CPUs with bf16 units, else fp32."""
     if config.precision.name != "auto":
         return config.precision.name
-    fast = cpu_is_fast_at_bf16() if device_type(config) == "cpu" else True
+    if device_type(config) == "cpu":
+        fast = cpu_is_fast_at_bf16()
+    else:
+        fast = (gpu_capability() or BF16_CAPABILITY) >= BF16_CAPABILITY
     return "bf16" if fast else "fp32"
 
 
@@ -241,10 +247,22 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
 
 def _missing_paths(config: RunConfig) -> list[ConfigError]:
     data = config.data
+    if data.paths and data.source in plugins.DATA_SOURCES and data.source not in FILE_SOURCES:
+        fix = "use data=text_files (or jsonl, parquet, chat_jsonl), or leave it out"
+        return [ConfigError("data.paths", ", ".join(data.paths), fix, f"data.source={data.source} reads no files")]
     if data.source not in FILE_SOURCES or data.paths:
         return []
     fix = "give files or globs: data.paths=['/corpus/*']"
     return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
+
+
+def _start_errors(config: RunConfig) -> list[ConfigError]:
+    start = config.checkpoint
+    if start.init_from is None or start.resume in ("none", "auto"):
+        return []
+    fix = "leave one of them out"
+    return [ConfigError("checkpoint.init_from", start.init_from, fix,
+                        f"checkpoint.resume={start.resume} brings weights of its own")]  # fmt: skip
 
 
 def _held_out_errors(config: RunConfig) -> list[ConfigError]:

@@ -145,7 +145,7 @@ def train_windows(
 
 
 def evaluation_windows(
-    config: RunConfig, prepared: PreparedData, plan: BatchPlan, data_parallel_rank: int
+    prepared: PreparedData, plan: BatchPlan, data_parallel_rank: int
 ) -> EvaluationWindows | list[StepWindow]:
     """This process's windows of one evaluation; an empty list where nothing is held out."""
     if prepared.validation is None:

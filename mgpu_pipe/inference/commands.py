@@ -135,7 +135,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     run = _open(arguments)
     config = _evaluation_config(run, arguments.overrides)
     prepared = _prepared(run, config)
-    windows = evaluation_windows(config, prepared, BatchPlan.resolve(config.data, 1), 0)
+    windows = evaluation_windows(prepared, BatchPlan.resolve(config.data, 1), 0)
     if not len(windows):
         raise ConfigError(
             "data.validation_fraction", config.data.validation_fraction,

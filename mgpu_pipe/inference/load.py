@@ -67,12 +67,13 @@ class StoredModel:
 
 
 def newest_run(root: Path = Path("outputs")) -> Path:
-    """The run under ``root`` whose newest checkpoint is the latest.
+    """The run under ``root``, at most four folders down, whose newest checkpoint is the latest.
 
     Raises:
         BadInputError: there is no run with a checkpoint.
     """
-    steps = [step for step in root.glob("*/*/checkpoints/step-*/manifest.json") if step.is_file()]
+    runs = ("*", "*/*", "*/*/*", "*/*/*/*")
+    steps = [step for run in runs for step in root.glob(f"{run}/checkpoints/step-*/manifest.json") if step.is_file()]
     if not steps:
         raise BadInputError(f"{root}: no run with a checkpoint; train one, or give a run's, step's or model's folder")
     return max(steps, key=lambda manifest: manifest.stat().st_mtime).parents[2]
@@ -151,12 +152,14 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
     from mgpu_pipe.models.build import build_meta
+    from mgpu_pipe.models.settings import model_settings, require_model_settings
 
     step_folder = resolve_source(folder, key="folder")
     config = load_frozen(step_folder / "config.yaml")
     model = _with_buffers(build_meta(config.model))
     reader = CheckpointReader(step_folder)
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
+    require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
     first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     stored_as = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())

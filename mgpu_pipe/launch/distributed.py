@@ -82,12 +82,17 @@ def process_group(world: World, store: Store, device_type: str, timeout: float) 
         # srun may show each of a node's processes its own GPU alone
         device = torch.device("cuda", world.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
+    limit = timedelta(seconds=timeout)
+    # Device meshes give their groups no timeout, and torch's own is a module constant.
+    dist.distributed_c10d.default_pg_timeout = limit
+    if getattr(dist.distributed_c10d, "default_pg_nccl_timeout", None) is not None:
+        dist.distributed_c10d.default_pg_nccl_timeout = limit
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         store=store,
         rank=world.rank,
         world_size=world.world_size,
-        timeout=timedelta(seconds=timeout),
+        timeout=limit,
         device_id=device,
     )
     yield

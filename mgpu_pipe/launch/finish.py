@@ -99,11 +99,11 @@ def _show_end(config: RunConfig, paths: RunPaths) -> None:
     summary = read_summary(paths)
     if summary.get("status") == "failed":
         return
-    after_table(summary, {"report": str(report), "go on": _how_to_go_on(config, paths, summary)})
+    after_table(summary, {"report": str(report), "go on": _how_to_go_on(paths, summary)})
     sys.stdout.flush()
 
 
-def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, object]) -> str:
+def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object]) -> str:
     if summary.get("status") == "stopped":
         return f"the same command with run.dir={paths.root} checkpoint.resume=auto"
     if summary.get("checkpoint") is None:

@@ -11,7 +11,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.launch.pipeline_errors import pipeline_errors
 from mgpu_pipe.launch.pipeline_picture import schedule_lines
 from mgpu_pipe.models.context_checks import context_parallel_errors
-from mgpu_pipe.models.experts import expert_parallel_errors, router_loss_errors
+from mgpu_pipe.models.experts import expert_parallel_errors
 from mgpu_pipe.models.tensor_plans import tensor_parallel_errors
 from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, stage_layers
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank
@@ -31,7 +31,6 @@ def model_axis_errors(
     """
     strategy, model_type = config.strategy, str(fields.get("model_type"))
     errors: list[BadInputError] = list(_option_errors(config, dims))
-    errors += router_loss_errors(model_type, config.objective.router_aux_loss)
     if not dims.uses_model_axes:
         return errors
     if dims.tp > 1:
@@ -44,7 +43,8 @@ def model_axis_errors(
     errors += expert_parallel_errors(fields, model_type, dims.ep, [1, *sizes])
     errors += pipeline_errors(
         fields, model_type, dims.pp, strategy.pipeline.schedule, plan.num_micro_batches, config.model.compile,
-        strategy.pipeline.layers or None, checkpointing=strategy.activation_checkpointing,
+        strategy.pipeline.layers or None, strategy.pipeline.stages_per_rank,
+        checkpointing=strategy.activation_checkpointing,
     )  # fmt: skip
     return errors
 
@@ -105,9 +105,9 @@ def pipeline_rows(config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields
     if dims.pp == 1:
         return []
     chosen = config.strategy.pipeline
-    held = stages_by_rank(chosen.schedule, dims.pp)
+    held = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
     costs = layer_costs(fields, config.data.seq_len)
     layers = stage_layers(costs, sum(map(len, held)), chosen.layers or None)
     ranks = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     contents = stage_contents(costs, layers, [ranks[stage] for stage in range(len(layers))])
-    return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents)
+    return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents, chosen.stages_per_rank)

@@ -7,12 +7,10 @@ import shutil
 from importlib.machinery import PathFinder
 
 from mgpu_pipe.config.hardware import cpu_is_fast_at_fp16, gpu_capability
-from mgpu_pipe.config.schema import RunConfig, StrategyConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.strategies.deepspeed_config import ENGINE
 
-MESH = "mesh"
 FP8_CAPABILITY = (8, 9)
 """The first GPUs with float8 matrix units (Ada, Hopper)."""
 COMPILERS = ("g++", "c++", "clang++")
@@ -26,30 +24,6 @@ def numerics_errors(config: RunConfig) -> list[BadInputError]:
 def slow_fp16(config: RunConfig) -> bool:
     """Whether fp16 would run on a CPU that emulates it."""
     return config.precision.name == "fp16" and device_type(config) == "cpu" and not cpu_is_fast_at_fp16()
-
-
-def unused_options(config: RunConfig) -> list[tuple[str, str]]:
-    """Keys that were changed and that this strategy does not read, with why. A sweep over strategies may set them."""
-    strategy, default = config.strategy, StrategyConfig()
-    if strategy.engine not in (MESH, ENGINE):
-        return []  # a plug-in's, which may read any
-    found = []
-    if strategy.offload_path is not None and strategy.offload != "nvme":
-        found.append(("strategy.offload_path", "strategy.offload=nvme alone writes to it"))
-    if strategy.engine == MESH:
-        for key in ("deepspeed", "deepspeed_config"):
-            if getattr(strategy, key) != getattr(default, key):
-                found.append((f"strategy.{key}", "strategy.engine=mesh does not use DeepSpeed"))
-    shards = strategy.engine == MESH and (strategy.dp_shard != 1 or strategy.cp != 1)
-    if strategy.fsdp != default.fsdp and not shards:
-        found.append(("strategy.fsdp", f"strategy={strategy.name} does not shard by FSDP2"))
-    if strategy.pp == 1 and strategy.pipeline.schedule != default.pipeline.schedule:
-        found.append(("strategy.pipeline.schedule", "strategy.pp=1 is no pipeline"))
-    if strategy.cp == 1 and strategy.context != default.context:
-        found.append(("strategy.context.method", "strategy.cp=1 keeps sequences whole"))
-    if strategy.cp != 1 and config.model.attn_implementation != "auto":
-        found.append(("model.attn_implementation", "context parallelism brings attention of its own"))
-    return found
 
 
 def _fp8_errors(config: RunConfig) -> list[BadInputError]:

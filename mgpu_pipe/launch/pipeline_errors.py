@@ -8,7 +8,7 @@ from typing import Any
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.stage_parts import STAGE_PARTS
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, micro_batches_fit, stages_by_rank
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
 
 SCHEDULE_KEY = "strategy.pipeline.schedule"
 LAYERS_KEY = "strategy.pipeline.layers"
@@ -22,7 +22,7 @@ def pipeline_errors(
     num_micro_batches: int,
     compile_model: bool = False,
     layers: Sequence[int] | None = None,
-    stages_per_rank: int | None = None,
+    stages_per_rank: StagesPerRank = "auto",
     checkpointing: str = "none",
 ) -> list[ConfigError]:
     """Everything about the pipeline that cannot work; nothing where ``pp`` is 1.
@@ -32,7 +32,7 @@ def pipeline_errors(
         num_micro_batches: of a step window.
         compile_model: ``model.compile``.
         layers: the number of layers of every stage, by hand; None balances them.
-        stages_per_rank: of the interleaved schedules; None takes the schedule's own.
+        stages_per_rank: ``strategy.pipeline.stages_per_rank``.
         checkpointing: ``strategy.activation_checkpointing``.
     """
     if pp == 1:
@@ -62,7 +62,7 @@ def pipeline_errors(
                         f"use full or none, or {SCHEDULE_KEY}={whole}",
                         f"{schedule} goes back through a block twice, which torch refuses where it is kept in part")
         )  # fmt: skip
-    errors += _stages_errors(schedule, pp, stages_per_rank)
+    errors += _stages_errors(schedule, stages_per_rank)
     if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
         stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
         num_layers = fields.get("num_hidden_layers")
@@ -85,9 +85,9 @@ def fitting_micro_batches(schedule: str, pp: int, wanted: int) -> list[int]:
     return [above] if below is None else [below, above]
 
 
-def _stages_errors(schedule: str, pp: int, stages_per_rank: int | None) -> list[ConfigError]:
+def _stages_errors(schedule: str, stages_per_rank: StagesPerRank) -> list[ConfigError]:
     traits = SCHEDULES[schedule]
-    if stages_per_rank is None or stages_per_rank == traits.stages_per_rank:
+    if stages_per_rank == "auto" or stages_per_rank == traits.stages_per_rank:
         return []
     if traits.more_stages and stages_per_rank > traits.stages_per_rank:
         return []

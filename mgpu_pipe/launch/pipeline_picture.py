@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mgpu_pipe.parallel.pipeline_balance import StageContent
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank, streams
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, stages_by_rank, streams
 from mgpu_pipe.parallel.pipeline_timing import EQUAL, Timed, bubble_of, most_in_flight, timeline
 
 WIDTH = 100
@@ -16,7 +16,7 @@ LEGEND = {
 
 
 def pipeline_picture(
-    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, width: int = WIDTH
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto", width: int = WIDTH
 ) -> list[str]:
     """Lines of at most ``width`` columns: a row a rank, a cell a unit of time, then what the letters mean.
 
@@ -54,7 +54,7 @@ def _cells(row: Sequence[Timed], span: int, stages: Sequence[int], numbered: boo
 
 def schedule_lines(
     schedule: str, ranks: int, micro_batches: int, contents: Sequence[StageContent],
-    stages_per_rank: int | None = None, durations: Mapping[str, float] = EQUAL,
+    stages_per_rank: StagesPerRank = "auto", durations: Mapping[str, float] = EQUAL,
 ) -> list[str]:
     """The picture, the bubble, the micro-batches in flight, and a line for every stage."""
     by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)

@@ -15,8 +15,9 @@ from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
-from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16, unused_options
+from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16
 from mgpu_pipe.launch.offload import offload_errors
+from mgpu_pipe.launch.unused import unused_options
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -150,6 +151,7 @@ def _size_errors(config: RunConfig) -> list[BadInputError]:
         try:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+            errors += _router_errors(config)
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
         except ConfigError as error:
@@ -173,6 +175,15 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     return errors
 
 
+def _router_errors(config: RunConfig) -> list[BadInputError]:
+    from mgpu_pipe.models.experts import router_loss_errors
+
+    model_type = model_fields(config).get("model_type")
+    if not model_type or not config.objective.router_aux_loss:
+        return []
+    return list(router_loss_errors(str(model_type), config.objective.router_aux_loss))
+
+
 def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:
     fields = model_fields(config)
     if not fields or not (dims.uses_model_axes or _uses_axis_options(config)):
@@ -184,7 +195,7 @@ def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -
 
 def _uses_axis_options(config: RunConfig) -> bool:
     strategy = config.strategy
-    return bool(strategy.sequence_parallel or strategy.pipeline.layers or config.objective.router_aux_loss)
+    return bool(strategy.sequence_parallel or strategy.pipeline.layers)
 
 
 def _sequence_errors(config: RunConfig) -> list[BadInputError]:
@@ -252,6 +263,9 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.sample_prompts:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
+    if _joined() and config.launch.max_restarts:
+        text = "does nothing here: whoever started this world restarts it"
+        notices.append(Notice("launch.max_restarts", text))
     if config.trainer.num_nodes > 1 and config.strategy.engine == "mesh":
         from mgpu_pipe.launch.model_axes import across_nodes
 

@@ -15,6 +15,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
+from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
     notices: list[str] = []
     if (source / "config.json").exists() and not (source / "manifest.json").exists():
         kept = source
+        held = read_config_json(source)
+        if config.model.path is None and config.model.type != held.get("model_type"):
+            errors.append(ConfigError("model.type", config.model.type, f"use {held.get('model_type')}",
+                                      f"the weights of {source} are a {held.get('model_type')}'s"))  # fmt: skip
+        settings = {name: value for name, value in config.model.config.items() if name in held}
+        notices = _trained_with(settings, {name: held[name] for name in settings})
     else:
         step = resolve_source(source, config.checkpoint.on_corruption, "size", key="checkpoint.init_from")
         kept = RunPaths(step.parents[1]).tokenizer
@@ -118,10 +125,7 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
             if config.model.type != before.model.type:
                 errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}",
                                           f"the weights of {step} are a {before.model.type}'s"))  # fmt: skip
-            notices = [
-                f"starting from weights trained with {name}={then} (now {now})"
-                for name, now, then in _differences("model.config", config.model.config, before.model.config)
-            ]
+            notices = _trained_with(config.model.config, before.model.config)
     tokens = token_differences(kept, prepared.tokenizer_folder)
     if tokens:
         errors.append(ConfigError(
@@ -131,6 +135,13 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
     if errors:
         raise ConfigErrors(errors)
     return notices
+
+
+def _trained_with(now: object, before: object) -> list[str]:
+    return [
+        f"starting from weights trained with {name}={then} (now {value})"
+        for name, value, then in _differences("model.config", now, before)
+    ]
 
 
 def _listed(texts: list[str], shown: int = 3) -> str:

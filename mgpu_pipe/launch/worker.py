@@ -7,6 +7,7 @@ first moment on (dying with the launcher, the stop flag) is set up before anythi
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -97,15 +98,17 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
         prepared = _prepared(config, paths)
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
-            result = train(
-                config, paths, prepared, stop_requested=stop.stop_requested, resume=resume, attempt=world.attempt
-            )
+            result = train(config, paths, prepared, stop_requested=stop.stop_requested, resume=resume)
         finally:
             sys.stderr = usual
         samples = _samples_by_all(config, result, prepared.tokenizer_folder)
         device = next(result.model.parameters()).device
     if world.rank == 0:
         if result.whole_model:
+            result.model = None  # type: ignore[assignment]  # its memory is wanted for the saved one
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             samples = _samples(config, result, device)
         write_finished(paths, result, world, samples, time.monotonic() - started)
     return result

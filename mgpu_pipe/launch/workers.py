@@ -72,7 +72,6 @@ class WorkerGroup:
 
     def __init__(self, plan: WorkerPlan, attempt: int) -> None:
         self.attempt = attempt
-        self.started_at = time.time()
         self.exits: list[Exit] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._lifelines: dict[int, int] = {}

@@ -135,8 +135,13 @@ def materialise_buffers(model: nn.Module, recipe: InitRecipe, device: torch.devi
                     holder[name] = recipe.draw(f"{prefix}.{name}" if prefix else name, 0, device)
 
 
-def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
+def load_pretrained(
+    model: ModelConfig, device: torch.device | str, settings: ModelConfig | None = None
+) -> PreTrainedModel:
     """The model of the local folder ``model.path`` with its safetensors weights, fp32, on ``device``.
+
+    Args:
+        settings: says what the model is, where the folder gives its weights alone; else ``model`` does.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes (tied ones
@@ -146,7 +151,7 @@ def load_pretrained(model: ModelConfig, device: torch.device | str) -> PreTraine
         raise ConfigError("model.path", None, "give a Hugging Face model folder")
     folder = Path(model.path).expanduser()
     check_model_folder(folder)
-    config = model_config(model)
+    config = model_config(settings or model)
     meta = _build_meta(config, model)
     result: Any = type(meta).from_pretrained(
         str(folder), config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,12 +37,6 @@ ELEMENTWISE: set[Any] = ELEMENTWISE_DRAWS | ELEMENTWISE_FILLS | {
 }  # fmt: skip
 EARLY_OUT_ON_META = ("trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 """torch.nn.init functions that do nothing on meta tensors, or decide by looking at values."""
-
-
-class HasInitialisation(Protocol):
-    """What is recorded: a model that brings its own ``initialize_weights`` (transformers' PreTrainedModel)."""
-
-    def initialize_weights(self) -> None: ...
 
 
 def key_of(seed: int, *parts: object) -> int:

@@ -95,7 +95,12 @@ def _with_value(
         local = torch.empty(shape, dtype=parameter.dtype, device=device)
         for block, part in drawn:
             block.of(local).copy_(part.detach())
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != local.device.type:
+        # Offloaded: from_local would move it to the mesh's device.
+        offloaded = torch.empty_like(parameter, device=device)
+        local_tensor(offloaded).copy_(local)
+        local = offloaded
+    elif isinstance(parameter, DTensor):
         local = DTensor.from_local(
             local, parameter.device_mesh, parameter.placements, run_check=False,
             shape=parameter.shape, stride=parameter.stride(),

@@ -7,13 +7,13 @@ project's. :mod:`mgpu_pipe.parallel.tensor_plans` applies the same tables to a m
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.config_source import auto_mapping, class_statement
+from mgpu_pipe.models.config_source import class_statement
 
 Style = Literal["column", "row", "packed", "own_heads", "experts"]
 """``column`` and ``row`` parallel; ``packed``: columns of several fused matrices; ``own_heads``: whole on every rank,
@@ -98,33 +98,25 @@ def has_tensor_plan(model_type: str) -> bool:
     return model_type in OWN_FAMILIES or (cuts and all(style in STYLES for style in styles))
 
 
-def families_with_tensor_plan() -> list[str]:
-    """Every causal language model's family that can be cut."""
-    return [name for name in sorted(auto_mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")) if has_tensor_plan(name)]
-
-
 def tensor_parallel_errors(
     fields: Mapping[str, Any],
     model_type: str,
     tp: int,
     sequence_parallel: bool,
     seq_len: int,
-    axes: Sequence[str] = ("dp_replicate", "dp_shard"),
 ) -> list[ConfigError]:
     """What keeps a model of these sizes from being cut over ``tp`` ranks.
 
     Args:
         fields: of the model's configuration, standard names among them, as
             :func:`mgpu_pipe.models.fields.resolved_fields` gives them.
-        axes: what the family can be spread over otherwise, named where it has no plan.
     """
     if tp == 1:
         return []
     if not has_tensor_plan(model_type):
-        known = ", ".join(axes)
         return [
             ConfigError(
-                "strategy.tp", tp, f"use strategy.tp=1; the axes for it are {known}",
+                "strategy.tp", tp, "use strategy.tp=1; the axes for it are dp_replicate, dp_shard",
                 f"the {model_type} family has no plan for tensor parallelism",
             )
         ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
@@ -102,7 +103,9 @@ class CausalLMObjective(Objective):
         if loss is not None and _same_values(returned, loss):
             return cast(torch.Tensor, returned)
         # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
-        log.info("%s changes its logits after the head: they are computed whole", type(self.model).__name__)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            log.warning("%s changes its logits after the head: they are computed whole, whatever "
+                        "objective.loss_chunk_tokens says", type(self.model).__name__)  # fmt: skip
         self._head = None
         return self._token_loss(batch)
 

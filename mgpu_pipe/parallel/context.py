@@ -128,12 +128,10 @@ def context_of(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> Ite
 
     The backward pass may run outside: it knows its micro-batch, also where checkpointed blocks are computed again.
     """
-    axis = context_axis(model)
-    if axis is None:
-        yield dict(micro_batch)
-        return
-    with _within(SequenceContext.of(micro_batch, axis)):
-        yield split_micro_batch(micro_batch, axis.size, axis.rank, axis.method)
+    part = with_documents(model, micro_batch)
+    with in_sequences(model, part):
+        part.pop(DOCUMENTS, None)
+        yield part
 
 
 def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -149,8 +149,13 @@ def _index(spans: list[tuple[int, Range]], rows: int, width: int, device: torch.
     index = torch.cat(pieces)
     if len(index) == rows * width and torch.equal(index, torch.arange(rows * width)):
         return None
-    return index.to(device, non_blocking=True)
+    return _moved(index, device)
 
 
 def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return _moved(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On ``device``, without waiting for it: CUDA waits for copies from memory that is not page-locked."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

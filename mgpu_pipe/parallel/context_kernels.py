@@ -18,6 +18,8 @@ LSE_ALIGNMENT = 32
 """The memory-efficient operator pads the rows of its log-sum-exps to a multiple of it."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZES = range(8, 257, 8)
+FLASH_CAPABILITY = (8, 0)
+"""The first GPUs that the flash operator has kernels for (Ampere)."""
 
 
 class Partial:
@@ -119,7 +121,8 @@ class Gradients:
 
 
 def _by_flash(query: torch.Tensor) -> bool:
-    return query.is_cuda and query.dtype in FLASH_DTYPES and query.shape[-1] in FLASH_HEAD_SIZES
+    able = query.is_cuda and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
+    return able and query.dtype in FLASH_DTYPES and query.shape[-1] in FLASH_HEAD_SIZES
 
 
 def _queries_of(tensor: torch.Tensor, block: Block) -> torch.Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 MIB = 1 << 20
 
@@ -47,19 +46,17 @@ class GradientReducer:
     Gradients are *summed*: the loss is already divided by the global number of valid tokens.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None, bucket_mib: float):
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], bucket_mib: float):
         # Backward produces the last layers' gradients first.
         self._parameters = [p for p in parameters if p.requires_grad][::-1]
-        self._group = group
         self._buckets = [_Bucket(chunk) for chunk in _cut(self._parameters, int(bucket_mib * MIB))]
         self._bucket_of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
         self._index = {id(p): i for i, p in enumerate(self._parameters)}
         self._used = [False] * len(self._parameters)
         self._last = False
         self._next = 0
-        self._handles: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._parameters
-        ]
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
         self.zero()
 
     @property
@@ -91,16 +88,6 @@ class GradientReducer:
             bucket.work.wait()
         return self._used
 
-    def drop(self, unused: Iterable[int]) -> None:
-        """Give the parameters at these indices no gradient, as one process has where no process used them."""
-        for index in unused:
-            self._parameters[index].grad = None
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         self._used[self._index[id(parameter)]] = True
         if not self._last:
@@ -112,7 +99,7 @@ class GradientReducer:
 
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
         self._next += 1
 
 

@@ -21,7 +21,7 @@ from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
 from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
 from mgpu_pipe.parallel.pipeline_cut import StageView, cut_stages
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
-from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+from mgpu_pipe.parallel.pipeline_streams import StagesPerRank, stages_by_rank
 from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline_timing import forward_slots
 
@@ -29,7 +29,6 @@ MicroBatch = Mapping[str, torch.Tensor]
 LossOf = Callable[[MicroBatch], torch.Tensor]
 InStage = Callable[[MicroBatch, bool, float, Callable[[], torch.Tensor]], torch.Tensor]
 """Runs a stage's forward pass: the micro-batch, whether the stage is the last, the loss scale, and the pass itself."""
-BoundaryShape = Callable[[MicroBatch], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class PipelinePlan:
     @classmethod
     def make(
         cls, schedule: str, ranks: int, costs: LayerCosts, by_hand: Sequence[int] | None = None,
-        stages_per_rank: int | None = None,
+        stages_per_rank: StagesPerRank = "auto",
     ) -> PipelinePlan:
         """Cut by cost, or by hand (the number of layers of every stage, in the order of the stages)."""
         held = stages_by_rank(schedule, ranks, stages_per_rank)
@@ -83,13 +82,12 @@ class Pipeline:
         dtype: of hidden states between stages: what the model computes in.
         in_stage: runs each forward pass of a stage, for what has to be around it.
         after_weights: called when gradients of weights were computed apart from those of inputs.
-        boundary_shape: of those hidden states for a micro-batch; (rows, seq_len, hidden_size) if not given.
         measure: measure what each stage's first forward pass leaves for its backward pass.
     """
 
     def __init__(
         self, plan: PipelinePlan, views: Sequence[StageView], group: dist.ProcessGroup, device: torch.device,
-        loss_of: LossOf, dtype: torch.dtype = torch.float32, boundary_shape: BoundaryShape | None = None,
+        loss_of: LossOf, dtype: torch.dtype = torch.float32,
         in_stage: InStage = lambda batch, last, scale, compute: compute(),
         after_weights: Callable[[], None] = lambda: None, measure: bool = False,
     ) -> None:  # fmt: skip
@@ -100,7 +98,6 @@ class Pipeline:
         self._model = views[0].model
         self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
         self._in_stage, self._after_weights = in_stage, after_weights
-        self._boundary_shape = boundary_shape or self._plain_boundary
         self._measure = measure
         self._left: dict[int, int] = {}
         self._seed = self._loss_scale = 1.0
@@ -195,7 +192,7 @@ class Pipeline:
         if isinstance(self._model, FSDPModule):
             self._model._get_fsdp_state()._lazy_init()
 
-    def _plain_boundary(self, batch: MicroBatch) -> tuple[int, ...]:
+    def _boundary_shape(self, batch: MicroBatch) -> tuple[int, ...]:
         return (*batch["input_ids"].shape, self._width)
 
     # -- forward passes alone -----------------------------------------------------------------------------------

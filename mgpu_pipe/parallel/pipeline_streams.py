@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
@@ -27,6 +27,8 @@ class Action(NamedTuple):
 
 
 Stream = list[Action]
+StagesPerRank = int | Literal["auto"]
+"""``auto`` is what the schedule has at least."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ SCHEDULES = {
 """The values of ``strategy.pipeline.schedule``."""
 
 
-def stages_by_rank(schedule: str, ranks: int, stages_per_rank: int | None = None) -> tuple[tuple[int, ...], ...]:
+def stages_by_rank(schedule: str, ranks: int, stages_per_rank: StagesPerRank = "auto") -> tuple[tuple[int, ...], ...]:
     """The stages that every rank holds, ascending: looped (``r, r + ranks, ...``) or V-shaped (``r, last - r``)."""
     traits = SCHEDULES[schedule]
-    each = stages_per_rank or traits.stages_per_rank
+    each = traits.stages_per_rank if stages_per_rank == "auto" else stages_per_rank
     if traits.v_shaped:
         return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
     return tuple(tuple(rank + turn * ranks for turn in range(each)) for rank in range(ranks))
@@ -76,7 +78,7 @@ def micro_batches_fit(schedule: str, ranks: int, micro_batches: int) -> bool:
     return micro_batches >= 1
 
 
-def streams(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> list[Stream]:
+def streams(schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto") -> list[Stream]:
     """Every rank's stream for one step window.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mgpu_pipe.parallel.pipeline_streams import Action, Stream, stages_by_rank, streams
+from mgpu_pipe.parallel.pipeline_streams import Action, StagesPerRank, Stream, stages_by_rank, streams
 
 EQUAL = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """The papers' unit: a forward pass and each half of a backward pass take one."""
@@ -81,7 +81,7 @@ def bubble_of(timed: Sequence[Sequence[Timed]]) -> float:
 
 
 def theoretical_bubble(
-    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None,
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto",
     durations: Mapping[str, float] = EQUAL,
 ) -> float:
     """The bubble of a schedule whose stages all take the same time.
@@ -101,7 +101,9 @@ def most_in_flight(stream: Stream) -> int:
     return most
 
 
-def forward_slots(schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> list[Stream]:
+def forward_slots(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto"
+) -> list[Stream]:
     """What is done in each time slot by forward passes alone, at most one a rank, stages ascending.
 
     Every rank takes of what is ready the latest stage, so that finished micro-batches leave first.

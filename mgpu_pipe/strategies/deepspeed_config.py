@@ -171,6 +171,11 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
         if size != 1:
             fix = "use 1, or a preset of the mesh engine" + (" (dp_shard is ZeRO's size)" if "dp" in axis else "")
             errors.append(ConfigError(f"strategy.{axis}", size, fix, "strategy.engine=deepspeed shards data only"))
+    pipeline_layers = strategy.pipeline.layers
+    for key, value in (("sequence_parallel", strategy.sequence_parallel), ("pipeline.layers", pipeline_layers)):
+        if value:
+            errors.append(ConfigError(f"strategy.{key}", value, "leave it out, or use strategy=megatron",
+                                      "strategy.engine=deepspeed shards data only"))  # fmt: skip
     if strategy.offload == "nvme" and strategy.deepspeed.stage < 3:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"

@@ -277,7 +277,8 @@ def split_options(config: RunConfig, dims: ParallelDims) -> SplitOptions:
     plan = None
     if dims.pp > 1:
         costs = layer_costs(resolved_fields(config.model), config.data.seq_len)
-        plan = PipelinePlan.make(strategy.pipeline.schedule, dims.pp, costs, strategy.pipeline.layers or None)
+        chosen = strategy.pipeline
+        plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
     return SplitOptions(
         precision=resolve_precision(config),
         bucket_mib=strategy.bucket_mib,

@@ -117,7 +117,7 @@ class SplitModel:
             if self.pipeline is not None:
                 find_units(self.sharded)
         elif dims.data_parallel_size > 1:
-            reducer = GradientReducer(self.parameters, None, options.bucket_mib)
+            reducer = GradientReducer(self.parameters, options.bucket_mib)
         counted = counted_once(model) if dims.uses_model_axes else None
         self.facts = WindowFacts(self.parameters, reducer, used, counted, device)
 

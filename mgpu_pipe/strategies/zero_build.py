@@ -66,10 +66,11 @@ def partition_model(
         if folder is not None:
             continue
         start, stop = equal_part(old.numel(), rank, ranks)
+        place = new.ds_tensor.device  # type: ignore[attr-defined]  # the host's, where weights are offloaded
         if seed is None:
-            values = old.detach().reshape(-1)[start:stop].to(device, torch.float32, copy=True)
+            values = old.detach().reshape(-1)[start:stop].to(place, torch.float32, copy=True)
         else:
-            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(device)
+            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(place)
         _set_part(new, values)
         if dtype != torch.float32:
             shards[name] = (start, values)

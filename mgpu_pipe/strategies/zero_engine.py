@@ -33,6 +33,8 @@ def prepare_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed for this device, keep its log to warnings, and let it use the process group there is."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    else:  # DeepSpeed takes its device from there, and srun may show this process one GPU alone
+        os.environ["LOCAL_RANK"] = str(device.index)
     import deepspeed
     from deepspeed.utils import logger
 

@@ -42,11 +42,15 @@ def memory_by_rank(parts: Mapping[str, int], peak_gib: float, device: torch.devi
     return dict(zip(names, table.t().tolist(), strict=True))
 
 
+ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors of the host's allocator, of CUDA outside of torch's, of NCCL and of cuBLAS say."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch or Python could not allocate."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATION_FAILED)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,6 @@ def train(
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     resume: Path | None = None,
-    attempt: int = 0,
 ) -> TrainResult:
     """Train from scratch, or from the step folder ``resume``, inside an initialised process group. Collective.
 
@@ -89,8 +88,8 @@ def train(
     device = _device(config)
     precision = resolve_precision(config)
     torch.manual_seed(config.seed)
-    if config.trainer.deterministic:
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
 
     reader = CheckpointReader(resume, config.checkpoint.verify) if resume is not None else None
     start_step = int(reader.state["step"]) if reader is not None else 0
@@ -151,7 +150,7 @@ def train(
     if reader is not None and start_step >= max_steps:  # killed after the last save: the fit restores, and ends
         recorder.metrics.update(reader.state["metrics"])
         checkpointer.last_path = resume
-    held_out = evaluation_windows(config, prepared, plan, dims.data_parallel_rank(rank))
+    held_out = evaluation_windows(prepared, plan, dims.data_parallel_rank(rank))
     try:
         trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
         trainer.fit(
@@ -211,11 +210,11 @@ def _build_model(
     """The model, and what fills it where it is still on the meta device."""
     source = config.model
     if _starts_from_folder(config):
-        source = replace(config.model, type=None, path=config.checkpoint.init_from)
+        source = replace(config.model, type=None, path=config.checkpoint.init_from, config={})
     if source.path is not None and not sharded:
-        return load_pretrained(source, device), None
+        return load_pretrained(source, device, config.model), None
     if source.path is not None:
-        return build_meta(source), FolderWeights(source)
+        return build_meta(config.model), FolderWeights(source)
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)

@@ -69,7 +69,9 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     micro = min(plan.micro_batch_size, 2 if dims.data_parallel_size > 1 else 4)
     # Every schedule takes twice as many micro-batches as there are ranks.
     num_micro = 2 * dims.pp if dims.pp > 1 else 2 if plan.num_micro_batches > 1 else 1
-    stages = sum(map(len, stages_by_rank(config.strategy.pipeline.schedule, dims.pp))) if dims.pp > 1 else 1
+    chosen = config.strategy.pipeline
+    held = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
+    stages = sum(map(len, held))
     chunk = config.objective.loss_chunk_tokens
     small = replace(
         config,

@@ -9,7 +9,7 @@ import pytest
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.launch.model_axes import across_nodes, model_axis_errors
-from mgpu_pipe.launch.numerics import unused_options
+from mgpu_pipe.launch.unused import unused_options
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 

@@ -38,7 +38,7 @@ def reference() -> dict[str, torch.Tensor | None]:
 def reduced(micro_batches: int, bucket_mib: float, steps: int) -> list[dict[str, torch.Tensor | None]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     net = Net()
-    reducer = GradientReducer(net.parameters(), None, bucket_mib)
+    reducer = GradientReducer(net.parameters(), bucket_mib)
     mine = samples()[rank * 24 // world : (rank + 1) * 24 // world]
     found = []
     for _ in range(steps):
@@ -50,7 +50,8 @@ def reduced(micro_batches: int, bucket_mib: float, steps: int) -> list[dict[str,
             loss.backward(torch.tensor(1 / 24))
         used = torch.tensor(reducer.finish(), dtype=torch.float32)
         dist.all_reduce(used)
-        reducer.drop(torch.nonzero(used == 0).flatten().tolist())
+        for index in torch.nonzero(used == 0).flatten().tolist():
+            reducer.parameters[index].grad = None
         found.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
         reducer.zero()
     return found

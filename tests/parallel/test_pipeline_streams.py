@@ -119,7 +119,7 @@ def test_streams_keep_the_rules_of_the_papers(name: str, ranks: int, count: int)
                 assert max(end.get(need, 0.0) for need in any_of) <= entry.start
 
 
-@pytest.mark.parametrize(("name", "ranks", "count"), FITTING)
+@pytest.mark.parametrize(("name", "ranks", "count"), [case for case in FITTING if "interleaved" not in case[0]])
 def test_micro_batches_in_flight_are_bounded(name: str, ranks: int, count: int) -> None:
     bounds = {
         "gpipe": [count] * ranks,
@@ -129,8 +129,7 @@ def test_micro_batches_in_flight_are_bounded(name: str, ranks: int, count: int) 
         "dualpipev": [2 * ranks + 1] * ranks,
     }
     most = [most_in_flight(stream) for stream in streams(name, ranks, count)]
-    if name in bounds:
-        assert all(found <= bound for found, bound in zip(most, bounds[name], strict=True))
+    assert all(found <= bound for found, bound in zip(most, bounds[name], strict=True))
     if name in ("gpipe", "1f1b"):
         assert most == bounds[name]
 

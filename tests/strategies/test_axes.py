@@ -66,6 +66,9 @@ TOPOLOGIES = {
     "tp2 x dp_replicate2": Topology(ParallelDims(tp=2, dp_replicate=2), ("llama", "gpt2"), 2, case={"max_norm": 0.3}),
     "pp2 x dp_shard2": Topology(ParallelDims(pp=2, dp_shard=2), micro_batches=4, case={"max_norm": 0.3}),
     "pp2 zbv x dp_shard2": Topology(ParallelDims(pp=2, dp_shard=2), ("llama", "gpt2"), 4, layers=8, schedule="zbv"),
+    "pp2 interleaved_1f1b, three stages a rank": Topology(
+        ParallelDims(pp=2), ("llama",), 4, layers=8, schedule="interleaved_1f1b", case={"stages_per_rank": 3}
+    ),
     "pp2 x tp2, compiled": Topology(ParallelDims(pp=2, tp=2), ("llama",), 2, options={"compile_model": True}),
     "cp2 x ep2 x dp_shard2, compiled": Topology(
         ParallelDims(cp=2, ep=2, dp_shard=2), EXPERTS, options={"compile_model": True}

@@ -60,6 +60,7 @@ class Case:
     """Of the model, where not its own."""
     schedule: str = "1f1b"
     """Of the pipeline, where there is one."""
+    stages_per_rank: int | Literal["auto"] = "auto"
     zero_stage: Literal[1, 2, 3] | None = None
     """DeepSpeed's engine instead of the mesh's."""
     offload: str = "none"
@@ -207,7 +208,7 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     }  # fmt: skip
     if dims.pp > 1:
         costs = layer_costs(resolved_fields(model_config(case)), SEQ_LEN)
-        how["pipeline"] = PipelinePlan.make(case.schedule, dims.pp, costs)
+        how["pipeline"] = PipelinePlan.make(case.schedule, dims.pp, costs, stages_per_rank=case.stages_per_rank)
     if case.zero_stage is None:
         return MeshStrategy(dims, CPU, SplitOptions(bucket_mib=0.01, **how), **common)
     plan = BatchPlan(case.samples, dims.dp_shard, case.samples // dims.dp_shard // case.micro_batches)

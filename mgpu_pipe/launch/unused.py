@@ -1,0 +1,85 @@
+"""Keys that were changed and that nothing will read: told by ``check`` and before a run, and no error. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision, world_size
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.strategies.deepspeed_config import ENGINE
+from mgpu_pipe.topology import ParallelDims
+
+MESH = "mesh"
+DEFAULT = RunConfig()
+SIZES = tuple(ParallelDims().as_dict())
+
+
+def unused_options(config: RunConfig) -> list[tuple[str, str]]:
+    """Such keys, each with why; a sweep over strategies may well set them."""
+    found = [*_data(config), *_schedule(config), *_checkpoint(config)]
+    if config.run.dir is not None and config.run.root != DEFAULT.run.root:
+        found.append(("run.root", "run.dir says where the run is"))
+    if config.strategy.engine in (MESH, ENGINE):  # a plug-in's may read any
+        found += _strategy(config)
+    return found
+
+
+def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
+    strategy, default = config.strategy, DEFAULT.strategy
+    dims, mesh = _sizes(config), config.strategy.engine == MESH
+    if strategy.offload_path is not None and strategy.offload != "nvme":
+        yield "strategy.offload_path", "strategy.offload=nvme alone writes to it"
+    for key in ("deepspeed", "deepspeed_config") if mesh else ():
+        if getattr(strategy, key) != getattr(default, key):
+            yield f"strategy.{key}", "strategy.engine=mesh does not use DeepSpeed"
+    if strategy.fsdp != default.fsdp and not (mesh and dims.dp_shard * dims.cp > 1):
+        yield "strategy.fsdp", f"strategy={strategy.name} does not shard by FSDP2 here"
+    plain = dims.dp_replicate == dims.world_size > 1 and resolve_precision(config) == "fp32"
+    if strategy.bucket_mib != default.bucket_mib and mesh and not plain:
+        yield "strategy.bucket_mib", "only replicas in fp32 sum gradients in buckets of a size to choose"
+    for key in ("schedule", "stages_per_rank") if dims.pp == 1 else ():
+        if getattr(strategy.pipeline, key) != getattr(default.pipeline, key):
+            yield f"strategy.pipeline.{key}", "strategy.pp=1 is no pipeline"
+    if dims.cp == 1 and strategy.context != default.context:
+        yield "strategy.context.method", "strategy.cp=1 keeps sequences whole"
+    if dims.cp > 1 and config.model.attn_implementation != "auto":
+        yield "model.attn_implementation", "context parallelism brings attention of its own"
+
+
+def _sizes(config: RunConfig) -> ParallelDims:
+    """The sizes of the axes; where they do not make the world, an ``auto`` one counts as used."""
+    try:
+        return ParallelDims.resolve(config.strategy, world_size(config))
+    except ConfigError:
+        given = {axis: getattr(config.strategy, axis) for axis in SIZES}
+        return ParallelDims(**{axis: 2 if size == "auto" else size for axis, size in given.items()})
+
+
+def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    data = config.data
+    if data.source not in DATA_SOURCES:  # a plug-in's may read any
+        return
+    for key, sources in (
+        ("text_column", ("jsonl", "parquet")), ("messages_column", ("chat_jsonl",)), ("synthetic", ("synthetic",)),
+    ):
+        if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:
+            yield f"data.{key}", f"data.source={data.source} has none"
+
+
+def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
+    scheduler = config.scheduler
+    if scheduler.decay_steps is not None and scheduler.name != "wsd":
+        yield "scheduler.decay_steps", "scheduler=wsd alone has a decay of its own length"
+    if scheduler.name == "constant" and scheduler.min_lr_ratio != DEFAULT.scheduler.min_lr_ratio:
+        yield "scheduler.min_lr_ratio", "scheduler=constant stays at the peak"
+
+
+def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
+    checkpoint, default = config.checkpoint, DEFAULT.checkpoint
+    for key in ("when_busy", "on_save_error"):
+        if checkpoint.every_n_steps is None and getattr(checkpoint, key) != getattr(default, key):
+            yield f"checkpoint.{key}", "without checkpoint.every_n_steps nothing is saved beside training"
+    if not checkpoint.keep_best and checkpoint.best_metric != default.best_metric:
+        yield "checkpoint.best_metric", "checkpoint.keep_best=0 keeps none for being best"
