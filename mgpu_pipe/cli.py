@@ -86,9 +86,14 @@ def _composed(words: list[str], job: Job, after_sweep: Callable[[], None] | None
         composition = hydra_cli.compose_one(parsed)
         if not composition.multirun:
             return job(composition)
+    if after_sweep is None:
+        return _sweep(parsed, job)
+    from mgpu_pipe.launch.preflight import joined
+
+    if joined():
+        raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
     code = _sweep(parsed, job)
-    if after_sweep is not None:
-        after_sweep()
+    after_sweep()
     return code
 
 
@@ -141,18 +146,12 @@ def _train(words: list[str]) -> int:
     """Compose once, check, and hand over to the launcher."""
     command = [PROGRAM, *words]
     runs: list[RunPaths] = []
-    jobs = 0
 
     def job(composition: Composition) -> int:
-        nonlocal jobs
-        jobs += 1
         config = _checked(composition)
         from mgpu_pipe.config.paths import RunPaths
-        from mgpu_pipe.launch.join import existing_world
         from mgpu_pipe.launch.local import launch
 
-        if jobs > 1 and existing_world(os.environ):
-            raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
 
         result = launch(config, composition.overrides, command)
         runs.append(RunPaths(result.folder))

@@ -215,6 +215,18 @@ def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: 
     assert "run 3: not started" in capsys.readouterr().err
 
 
+def test_a_sweep_is_refused_in_a_world_that_others_started(
+    launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    seen, _, _ = launched
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert cli.main(["-m", "seed=1,2"]) == 2
+    assert seen == []
+    assert "error: -m: a world that torchrun or srun started trains one run" in capsys.readouterr().err
+
+
 def test_a_given_run_folder_is_refused_in_a_sweep(launched, capsys: pytest.CaptureFixture[str]):
     seen, _, _ = launched
     assert cli.main(["-m", "seed=1,2", "run.dir=here"]) == 2

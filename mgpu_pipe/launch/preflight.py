@@ -59,7 +59,7 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
     if "data" not in wrong_sections:
         found += _collected(lambda: _check_data(config))
     if not known:
-        found += [*relation_errors(config, joined=_joined()), *numerics_errors(config)]
+        found += [*relation_errors(config, joined=joined()), *numerics_errors(config)]
         found += _run_folder_errors(config)
         if not range_errors(config):
             found += _size_errors(config)
@@ -222,7 +222,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 
 def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
     """The run's folder can be made, and is not another run's. In a joined world rank 0's launch looks itself."""
-    if _joined():
+    if joined():
         return []
     run = config.run
     key, given = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
@@ -244,7 +244,7 @@ def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
     return []
 
 
-def _joined() -> bool:
+def joined() -> bool:
     """Whether torchrun or srun started this process as one rank of a world."""
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return False  # the usual case, without the import
@@ -263,7 +263,7 @@ def _notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.sample_prompts:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
-    if _joined() and config.launch.max_restarts:
+    if joined() and config.launch.max_restarts:
         text = "does nothing here: whoever started this world restarts it"
         notices.append(Notice("launch.max_restarts", text))
     if config.trainer.num_nodes > 1 and config.strategy.engine == "mesh":

@@ -60,6 +60,31 @@ def test_groups_that_reach_across_nodes_are_told(dims: ParallelDims, devices: in
     assert [key for key, _ in across_nodes(dims, devices)] == keys
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["strategy=pp", "strategy.pipeline.schedule=zbv"], "strategy.pipeline.schedule"),
+        (["strategy=fsdp", "trainer.devices=2", "strategy.bucket_mib=1"], "strategy.bucket_mib"),
+        (["scheduler=linear", "scheduler.decay_steps=3"], "scheduler.decay_steps"),
+        (["scheduler=constant", "scheduler.min_lr_ratio=0.5"], "scheduler.min_lr_ratio"),
+        (["data=stdlib_text", "data.text_column=body"], "data.text_column"),
+        (["data=stdlib_text", "data.synthetic.sigma=1"], "data.synthetic"),
+        (["checkpoint.when_busy=skip"], "checkpoint.when_busy"),
+        (["checkpoint.best_metric=train/loss"], "checkpoint.best_metric"),
+        (["run.dir=here", "run.root=there"], "run.root"),
+    ],
+)
+def test_keys_that_nothing_reads_are_told(overrides: list[str], key: str) -> None:
+    assert [found for found, _ in unused_options(composed("trainer.accelerator=cpu", *overrides))] == [key]
+
+
+def test_a_plain_run_has_no_key_that_nothing_reads() -> None:
+    for overrides in ([], ["strategy=ddp", "trainer.devices=2", "precision=fp32", "strategy.bucket_mib=1"],
+                      ["strategy=cp", "model.attn_implementation=eager"], ["scheduler=constant"], ["scheduler=wsd"],
+                      ["data=synthetic", "data.synthetic.sigma=1"], ["checkpoint=none"]):  # fmt: skip
+        assert unused_options(composed("trainer.accelerator=cpu", *overrides)) == []
+
+
 def test_options_of_an_axis_that_is_not_there_are_told() -> None:
     config = composed("strategy.pipeline.schedule=zbv", "strategy.context.method=ulysses")
     assert [key for key, _ in unused_options(config)] == ["strategy.pipeline.schedule", "strategy.context.method"]

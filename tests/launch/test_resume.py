@@ -155,9 +155,18 @@ def test_weights_of_a_model_folder_with_another_tokenizer_are_refused(
     config: RunConfig, prepared: PreparedData, tmp_path: Path
 ) -> None:
     folder = tokenizer_folder(tmp_path / "model", ["other"])
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigErrors, match=r"data.tokenizer=auto: the weights of .* gives other ids"):
         check_init_from(changed(config, "checkpoint.init_from", str(folder)), prepared)
+
+
+def test_settings_that_a_model_folder_had_are_told(config: RunConfig, prepared: PreparedData, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": 0.5}')
+    start = changed(config, "checkpoint.init_from", str(tmp_path))
+    (notice,) = check_init_from(changed(start, "model.config", {"rms_norm_eps": 1e-5}), prepared)
+    assert notice == "starting from weights trained with model.config.rms_norm_eps=0.5 (now 1e-05)"
+    with pytest.raises(ConfigErrors, match=r"model.type=gpt2: the weights of .* are a llama's; use llama"):
+        check_init_from(changed(start, "model.type", "gpt2"), prepared)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tmp_path: Path) -> None:
