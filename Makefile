@@ -16,10 +16,10 @@ train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
 
 test: lint
-	$(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
 test-fast: $(DEVELOPMENT)
-	$(BIN)/python -m pytest tests -m "not slow" --numprocesses $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest tests -m "not slow" --numprocesses $(JOBS) --dist loadfile
 
 lint: $(DEVELOPMENT)
 	$(BIN)/ruff check mgpu_pipe tests benchmarks

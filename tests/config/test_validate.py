@@ -77,8 +77,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["optimizer._target_=os.system"], "not a class; use a subclass of torch.optim.Optimizer"),
         (["optimizer.options.lr=1"], "set optimizer.lr instead"),
         (["optimizer.options.beta=1"], "did you mean betas?"),
-        (["optimizer._target_=torch.optim.Rprop", "optimizer.weight_decay=0.1"], "no weight decay"),
-        (["optimizer._target_=torch.optim.LBFGS"], "evaluates the loss itself, several times a step"),
+        (["optimizer=sgd", "optimizer._target_=torch.optim.Rprop", "optimizer.weight_decay=0.1"], "no weight decay"),
+        (["optimizer=sgd", "optimizer._target_=torch.optim.LBFGS"], "evaluates the loss itself, several times a step"),
         (["data.paths=[corpus.txt]"], "data.source=stdlib_text reads no files; use data=text_files"),
         (["checkpoint.init_from=/tmp", "checkpoint.resume=/tmp"], "checkpoint.resume=/tmp brings weights of its own"),
         (["strategy=zero3", "objective.router_aux_loss=0.1"], "objective.router_aux_loss=0.1: the llama family has no"),
@@ -176,7 +176,9 @@ def test_precision_auto_is_what_the_hardware_is_fast_at(gpus, monkeypatch: pytes
         assert validate.resolve_precision(automatic) == name
     assert validate.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
     gpus(1)
-    assert validate.resolve_precision(compose(["precision=auto"])[0]) == "bf16"
+    for capability, name in (((9, 0), "bf16"), ((7, 5), "fp32")):
+        monkeypatch.setattr(validate, "gpu_capability", lambda capability=capability: capability)
+        assert validate.resolve_precision(compose(["precision=auto"])[0]) == name
 
 
 def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):
