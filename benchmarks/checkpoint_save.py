@@ -14,6 +14,7 @@ bytes a tensor has and how wide its rows are; narrower ones where only the bytes
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 import sys
@@ -163,6 +164,14 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def hashing(nbytes: int) -> float:
+    """Seconds that one core takes for the SHA-256 of as many bytes."""
+    data = bytes(nbytes)
+    mark = time.perf_counter()
+    hashlib.sha256(data).digest()
+    return time.perf_counter() - mark
+
+
 def load(folder: str, nbytes: int) -> list[dict[str, Any]]:
     """Bytes read over needed, and peak memory over the process's own state, for slices by rows and by columns."""
     import torch
@@ -227,6 +236,7 @@ def main() -> None:
         found = in_folder(world, write, nbytes)
         ours, plain = max(rank["ours"] for rank in found), max(rank["plain"] for rank in found)
         rows.append([f"write, {world} process(es)", ours * 1e3, plain * 1e3, ours / plain, 1.15])
+    rows.append(["  SHA-256 of the same bytes on one core, nothing written", hashing(nbytes) * 1e3, "", "", "-"])
     by_rank = in_folder(2, load, nbytes)
     for case in zip(*by_rank, strict=True):
         read, memory = max(c["read"] for c in case), max(c["memory"] for c in case)
