@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.boxes import Piece
-from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size
+from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
 from mgpu_pipe.checkpoint.layout import KINDS
 from mgpu_pipe.checkpoint.save import Plan, planned_for
 
@@ -110,11 +110,17 @@ class BackgroundSaver:
         return any(exchange_json(self.running, None))
 
     def start(self, plan: Plan, model: Sequence[Piece], optimizer: Sequence[Piece], write: Write) -> None:
-        """Copy this rank's share of the planned values and begin to write it. The save before has been waited for."""
+        """Copy this rank's share of the planned values and begin to write it. The save before has been waited for.
+
+        Raises:
+            CheckpointSaveError: on all ranks, when one has no memory for its copies.
+        """
         assert self._thread is None and self._error is None
         rank, _ = rank_and_size(None)
         mine = [planned_for(plan, rank, kind, part) for kind, part in zip(KINDS, (model, optimizer), strict=True)]
-        copies = self._copies.take([*mine[0], *mine[1]])
+        copies: list[Piece] = []
+        what = "a checkpoint's values could not be copied to host memory; checkpoint.async_save=false needs none"
+        together(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), what, None)
         parts = copies[: len(mine[0])], copies[len(mine[0]) :]
 
         def run() -> None:

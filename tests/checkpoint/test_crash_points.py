@@ -31,6 +31,7 @@ from mgpu_pipe.training.checkpointing import Checkpointer
 from tests.checkpoint.crash import Disk, Killed, Operation, Recorder, State, build, digest, interleavings, tree_of
 from tests.checkpoint.support import config_file, cut_pieces, rows
 from tests.support.processes import run_processes
+from tests.support.tables import TOLD
 
 MOST_STATES = 200
 """Of one prefix, where there are more than these, the extremes and as many random ones are taken."""
@@ -118,10 +119,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Callable[[str, Replay], None]:
+def told() -> Callable[[str, Replay], None]:
     def tell(what: str, replay: Replay) -> None:
-        with capsys.disabled():
-            print(f"\n{what}: {replay.prefixes} prefixes, {replay.states} different disks, all old or new ", end="")
+        TOLD.append(f"{what}: {replay.prefixes} prefixes, {replay.states} different disks, all old or new")
 
     return tell
 

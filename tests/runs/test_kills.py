@@ -18,6 +18,7 @@ import pytest
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.select import newest_valid
 from tests.support.command import metrics
+from tests.support.tables import TOLD
 from tests.support.worlds import JoinedRun
 
 pytestmark = pytest.mark.slow
@@ -94,7 +95,7 @@ def wait_for_a_step(run: JoinedRun, folder: Path) -> None:
 
 
 def test_no_kill_loses_or_changes_anything(
-    start: Callable[..., JoinedRun], uninterrupted: Uninterrupted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    start: Callable[..., JoinedRun], uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
     expected_rows, expected = uninterrupted.rows, uninterrupted.steps
     chance = random.Random(SEED)
@@ -127,6 +128,5 @@ def test_no_kill_loses_or_changes_anything(
         assert found is not None and content(found.path) == expected[STEPS]
         finished += 1
         folder, newest, begun = tmp_path / f"run-{finished}", 0, False
-    with capsys.disabled():
-        print(f"\n{kills} kills over {finished} runs of {STEPS} steps: {partial} in the middle of a save, {resumed} of "
-              "attempts that had resumed; none lost, none different ", end="")  # fmt: skip
+    TOLD.append(f"{kills} kills over {finished} runs of {STEPS} steps: {partial} in the middle of a save, {resumed} of "
+                "attempts that had resumed; none lost, none different")  # fmt: skip

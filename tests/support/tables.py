@@ -12,6 +12,8 @@ TRANSFER_CELLS: dict[tuple[str, str], str] = {}
 """(strategy, model) -> the worst error of a loss or norm after going on from the canonical checkpoint."""
 AXES_CELLS: dict[tuple[str, str], str] = {}
 """(topology, model) -> the same."""
+TOLD: list[str] = []
+"""What other tests counted, a line each."""
 TABLES = {"cells": CELLS, "transfer_cells": TRANSFER_CELLS, "axes_cells": AXES_CELLS}
 
 
@@ -20,6 +22,7 @@ def pytest_sessionfinish(session: Any) -> None:
     if hasattr(session.config, "workeroutput"):
         for name, found in TABLES.items():
             session.config.workeroutput[name] = [[list(key), cell] for key, cell in found.items()]
+        session.config.workeroutput["told"] = TOLD
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -27,9 +30,14 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
     for name, found in TABLES.items():
         for key, cell in getattr(node, "workeroutput", {}).get(name, []):
             found[tuple(key)] = cell
+    TOLD.extend(getattr(node, "workeroutput", {}).get("told", []))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if TOLD:
+        terminalreporter.section("counted")
+        for line in TOLD:
+            terminalreporter.line(line)
     if AXES_CELLS:
         _table(terminalreporter, "axes: parity with one process: worst error over its bound", AXES_CELLS)
     if TRANSFER_CELLS:
