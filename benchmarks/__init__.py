@@ -1,1 +1,1 @@
-"""Scripts that print a table and write JSON; every figure is a ratio in one run against a named peer (DESIGN 12)."""
+"""Scripts that print a table and write JSON; every figure is a ratio in one run against a named peer."""

@@ -1,4 +1,4 @@
-"""Oracles: the arithmetic of DESIGN 3, and brute force over all ranks."""
+"""Oracles: arithmetic, and brute force over all ranks."""
 
 from itertools import product
 

@@ -1,6 +1,6 @@
 """Boxes: a rank's part of a tensor in the coordinates of the unsharded module.
 
-Every engine's sharding is boxes (DESIGN 9). A :class:`Piece` is a box with the live tensor that fills it.
+Every engine's sharding is boxes. A :class:`Piece` is a box with the live tensor that fills it.
 """
 
 from __future__ import annotations

@@ -163,9 +163,12 @@ def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
     for offsets, shape in blocks(part.box.shape, ITEM_BYTES[dtype]):
         at = tuple(a + b for a, b in zip(in_source, offsets, strict=True))
         to = tuple(a + b for a, b in zip(in_piece, offsets, strict=True))
-        block = torch.empty(shape, dtype=DTYPES[dtype])
+        place = select(target, to, shape)
+        as_stored = place.device.type == "cpu" and place.is_contiguous() and place.dtype == DTYPES[dtype]
+        block = place if as_stored else torch.empty(shape, dtype=DTYPES[dtype])
         _read_block(file, start, part.source.shape, at, block)
-        select(target, to, shape).copy_(block)
+        if block is not place:
+            place.copy_(block)
 
 
 def _relative(box: Box, origin: Box) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The layout of one run's folder (DESIGN 10)."""
+    """The layout of one run's folder."""
 
     root: Path
 

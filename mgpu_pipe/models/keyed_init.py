@@ -1,4 +1,4 @@
-"""Initialisation keyed by (seed, parameter name): the same bits under every strategy (DESIGN 7).
+"""Initialisation keyed by (seed, parameter name): the same bits under every strategy.
 
 The model's own initialisation is recorded once on the meta device (:mod:`mgpu_pipe.models.recording`), then
 replayed a parameter at a time. Random numbers come from CPU generators seeded by SHA-256 of (seed, parameter name,

@@ -2,7 +2,7 @@
 
 ``bf16`` and ``fp16`` cast parameters and activations for compute, keep fp32 master weights, and reduce gradients in
 fp32. FSDP2's mixed-precision policy is that, also on a mesh axis of size 1, so one process and plain data
-parallelism get the same policy (DESIGN 7).
+parallelism get the same policy.
 """
 
 from __future__ import annotations

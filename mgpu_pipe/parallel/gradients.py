@@ -1,7 +1,7 @@
 """The global gradient norm and clipping, over every mesh at once, by one function that every engine uses.
 
 Squares are summed and reduced in float64: float32 ``vector_norm`` is off by 1e-5 to 2e-4 by itself, and shards are
-off differently, so that the clip factor would depend on the strategy (DESIGN 7).
+off differently, so that the clip factor would depend on the strategy.
 """
 
 from __future__ import annotations

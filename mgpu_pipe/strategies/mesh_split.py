@@ -1,6 +1,6 @@
 """A model split over the axes of the mesh, and what has to be summed over which ranks once a step window is through.
 
-Order (DESIGN 8): pipeline stages are cut out, then tensor and expert parallelism cut parameters, context parallelism
+Order: pipeline stages are cut out, then tensor and expert parallelism cut parameters, context parallelism
 changes attention; then activation checkpointing, compilation, and FSDP2 over what is left. Then the parameters are
 filled, each rank's own parts.
 """

@@ -1,1 +1,1 @@
-"""The parity certificate: the configured strategy against the plain computation of one process (DESIGN 11)."""
+"""The parity certificate: the configured strategy against the plain computation of one process."""

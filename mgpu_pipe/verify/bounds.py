@@ -1,4 +1,4 @@
-"""What counts as the same result (DESIGN 7), and where a comparison was worst."""
+"""What counts as the same result, and where a comparison was worst."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Worst:
 
 
 def bounds(precision: str) -> dict[str, float]:
-    """The bounds in the words of DESIGN 7, for the certificate."""
+    """The bounds in words, for the certificate."""
     found = {
         "loss": LOSS, "gradient_norm": NORM, "gradient": GRADIENT, "gradient_of_all": GRADIENT_OF_ALL,
         "weights": WEIGHTS, "initial_weights": INITIAL,

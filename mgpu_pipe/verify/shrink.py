@@ -18,7 +18,7 @@ from mgpu_pipe.verify.shrink_model import shrink_model
 
 STEPS = 10
 MAX_LR = 3e-4
-"""Above it, rounding alone moves one process away from itself (FACTS: 4e-3 at a rate of 3e-3)."""
+"""Above it, rounding alone moves one process away from itself, by 4e-3 at a rate of 3e-3."""
 SEQ_LEN = 32
 BUCKET_MIB = 0.05
 """Several gradient buckets even for a small model."""

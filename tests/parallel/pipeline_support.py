@@ -90,7 +90,7 @@ def expected(
 
 
 def worst_error(found: list[dict[str, tuple[str, bool, torch.Tensor]]], whole: Mapping[str, torch.Tensor]) -> float:
-    """The largest error of a gradient over its bound of DESIGN 7; every gradient is there, and owned once."""
+    """The largest error of a gradient over its bound; every gradient is there, and owned once."""
     total = float(torch.stack([g.double().square().sum() for g in whole.values()]).sum().sqrt())
     owned = sorted(name for rank in found for name, mine, _ in rank.values() if mine)
     assert owned == sorted(whole)

@@ -76,7 +76,7 @@ def split_each(names: list[str], methods: list[str]) -> dict[str, tuple[float, d
 
 
 def worst_over_bound(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """DESIGN 7's bound of a gradient; 1 is the bound."""
+    """A gradient's error over its bound (mgpu_pipe.verify.bounds); 1 is the bound."""
     assert gradients.keys() == expected.keys()
     total = float(torch.cat([g.double().flatten() for g in expected.values()]).norm())
     errors = {

@@ -1,4 +1,4 @@
-"""Oracle: the same model, window and optimizer in one process; bounds of DESIGN 7."""
+"""Oracle: the same model, window and optimizer in one process; the bounds of mgpu_pipe.verify.bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Oracle: the plain one-process model of tests/support/tiny.py, its loss and every gradient by DESIGN 7's bounds."""
+"""Oracle: the plain model of tests/support/tiny.py in one process: loss, every gradient, by mgpu_pipe.verify.bounds."""
 
 from __future__ import annotations
 

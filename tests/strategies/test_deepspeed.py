@@ -136,7 +136,7 @@ def with_extensions_in(folder: str, function: Callable[..., Any], *arguments: An
 
 
 def check(model_name: str, results: list[dict[str, Any]], max_norm: float | None = None) -> None:
-    """Loss, norm, every gradient and the weights are the plain loop's, within the bounds of DESIGN 7."""
+    """Loss, norm, every gradient and the weights are the plain loop's, within the bounds of mgpu_pipe.verify.bounds."""
     expected = oracle(model_name, max_norm)
     for result in results:
         assert result["global_step"] == STEPS

@@ -1,4 +1,4 @@
-"""Who shares experts with whom, by arithmetic: expert parallelism re-cuts ``dp_shard * tp`` (DESIGN 3).
+"""Who shares experts with whom, by arithmetic: expert parallelism re-cuts ``dp_shard * tp``.
 
 An expert-parallel group is ``ep / tp`` consecutive data-parallel ranks with all of their tensor-parallel ranks, so it
 lies as close together as the mesh order allows. Ranks of different context-parallel position are in different groups.

@@ -88,7 +88,7 @@ def summed_gradients(
 
 
 def worst_error(found: dict[str, tuple[Layout | None, torch.Tensor]], expected: Gradients) -> tuple[float, str]:
-    """The largest error of a gradient over its bound (DESIGN 7), and whose; every expected one must be there."""
+    """The largest error of a gradient over its bound, and whose; every expected one must be there."""
     assert set(found) == set(expected)
     total = float(torch.stack([g.double().square().sum() for g in expected.values()]).sum().sqrt())
     worst = (0.0, "")

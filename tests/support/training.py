@@ -322,7 +322,7 @@ def norm_of(tensors: Any) -> float:
 
 
 def worst_error(results: list[Outcome], expected: dict[str, Any]) -> tuple[float, str]:
-    """The largest error over its bound (DESIGN 7), and of what; above 1 is a failure."""
+    """The largest error over its bound, and of what; above 1 is a failure."""
     found: list[tuple[float, str]] = []
     for rank, result in enumerate(results):
         assert len(result.losses) == len(expected["losses"])

@@ -1,4 +1,4 @@
-"""Oracle: the bounds of DESIGN 7, by hand."""
+"""Oracle: the bounds of mgpu_pipe.verify.bounds, by hand."""
 
 from __future__ import annotations
 

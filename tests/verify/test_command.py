@@ -1,4 +1,4 @@
-"""The command as a user runs it. Oracle: what DESIGN 11 promises of its output and exit code."""
+"""The command as a user runs it. Oracle: what the README promises of its output and exit code."""
 
 from __future__ import annotations
 
