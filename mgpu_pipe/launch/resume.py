@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
 
 FIXED = ("seed", "model.type", "model.config", "data.source", "data.seq_len", "data.packing",
-         "data.global_batch_size", "objective.name", "optimizer._target_")  # fmt: skip
+         "data.global_batch_size", "objective.name", "objective.router_aux_loss",
+         "optimizer._target_")  # fmt: skip
 """What decides the run's mathematics; the content of the data is compared by its digest besides."""
 TOLD = ("optimizer", "scheduler", "precision", "model.attn_implementation", "model.freeze", "trainer.gradient_clip_val",
         "trainer.deterministic")  # fmt: skip

@@ -29,9 +29,11 @@ class Load:
         """The busiest expert's slots over the mean of its layer, in the least even layer; 1 is even, 0 is no token."""
         return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in self.slots), default=0.0)
 
-    def metrics(self) -> dict[str, float]:
-        """As they are logged."""
-        return {"experts/load_max_over_mean": self.max_over_mean, "experts/dropped_tokens": float(self.dropped)}
+    @property
+    def by_expert(self) -> list[int]:
+        """The slots of each expert, over the layers."""
+        number = max(map(len, self.slots), default=0)
+        return [sum(layer[expert] for layer in self.slots if expert < len(layer)) for expert in range(number)]
 
 
 class ExpertLoad:
@@ -58,6 +60,14 @@ class ExpertLoad:
             attribute, parameter = next(module.named_parameters())
             self._lengths.append(unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0])
             module.register_forward_pre_hook(self._counting(number))
+
+    @staticmethod
+    def experts_of(model: nn.Module) -> int:
+        """The number of experts of the layer of ``model`` that has most, whole or cut; 0 for a dense model."""
+        layouts = layouts_of(model)
+        parameters = [(name, *next(module.named_parameters())) for name, module in experts_modules(model).items()]
+        sizes = [unsharded_shape(held, layouts.get(f"{name}.{inner}"))[0] for name, inner, held in parameters]
+        return max(sizes, default=0)
 
     def take(self, group: dist.ProcessGroup | None = None, copies: int = 1) -> Load:
         """The load over all ranks of ``group``, and begin anew. A collective call; waits for the device.

@@ -74,7 +74,12 @@ class ScheduledStage(PipelineStage):
         return self._compute(args[0] if args else None, kwargs)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        try:
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        except RuntimeError as error:
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # torch puts words about shapes around what the model raised
         for info in self.args_recv_info[fwd_chunk_id]:
             info.buffer = None  # the forward pass's graph has it now
         self.most_in_flight = max(self.most_in_flight, len(self.fwd_cache))

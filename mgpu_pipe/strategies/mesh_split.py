@@ -40,7 +40,6 @@ from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from mgpu_pipe.strategies.window_facts import WindowFacts, counted_once
 from mgpu_pipe.topology import ParallelDims
 
-LOAD_METRICS = ("experts/load_max_over_mean", "experts/dropped_tokens")
 MicroBatch = Mapping[str, torch.Tensor]
 Fill = Callable[[Any, torch.device], object]
 
@@ -95,11 +94,12 @@ class SplitModel:
             cast_parameters(model, torch.bfloat16)
         elif options.precision == "fp8":
             use_float8(model)
-        self._has_experts = bool(experts_modules(model))  # of the whole model: a pipeline's stage may have none
+        # Of the whole model: a pipeline's stage may have none.
+        self._num_experts = ExpertLoad.experts_of(model)
         experts = self._cut(model) if dims.uses_model_axes else []
         self._load: ExpertLoad | None = None
         self._stage: dist.ProcessGroup | None = None
-        if self._has_experts:
+        if self._num_experts:
             self._watch_experts(model)
         apply_activation_checkpointing(model, options.activation_checkpointing)
         if options.compile_model:
@@ -234,18 +234,29 @@ class SplitModel:
             self.pipeline.reduce_tied_gradients()
 
     def step_metrics(self) -> dict[str, float]:
-        """How evenly tokens were spread over the experts since the last call; empty for a dense model. Collective."""
-        if not self._has_experts:
+        """How the tokens were spread over the experts since the last call; empty for a dense model. Collective.
+
+        ``experts/tokens_<i>`` counts, over all layers, the slots that expert i was given: a token counts once for each
+        of its ``top_k`` experts.
+        """
+        if not self._num_experts:
             return {}
-        found = [0.0, 0.0]
+        uneven, counts = 0.0, [0.0] * (1 + self._num_experts)
         if self._load is not None:
-            copies = 1 if self._options.sequence_parallel else self._dims.tp
-            found = list(self._load.take(self._stage, copies).metrics().values())
+            load = self._load.take(self._stage, 1 if self._options.sequence_parallel else self._dims.tp)
+            uneven = load.max_over_mean
+            counts[: 1 + len(load.by_expert)] = [float(load.dropped), *map(float, load.by_expert)]
         if "pp" in self._groups:
-            worst = torch.tensor(found, dtype=torch.float64, device=self._device)
+            worst = torch.tensor([uneven], dtype=torch.float64, device=self._device)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._groups["pp"])
-            found = worst.tolist()
-        return dict(zip(LOAD_METRICS, found, strict=True))
+            total = torch.tensor(counts, dtype=torch.float64, device=self._device)
+            dist.all_reduce(total, group=self._groups["pp"])
+            uneven, counts = worst.item(), total.tolist()
+        names = ["dropped_tokens", *(f"tokens_{expert}" for expert in range(self._num_experts))]
+        return {
+            "experts/load_max_over_mean": uneven,
+            **{f"experts/{name}": count for name, count in zip(names, counts, strict=True)},
+        }
 
     def settle(self) -> None:
         """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""

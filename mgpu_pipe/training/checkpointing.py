@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.background import BackgroundSaver
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.retention import prune
+from mgpu_pipe.checkpoint.retention import best, prune
 from mgpu_pipe.checkpoint.save import Plan, Planner, write
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
 from mgpu_pipe.config.paths import RunPaths
@@ -212,13 +212,12 @@ class Checkpointer:
         """The ``keep_best`` committed steps with the lowest ``best_metric``, of those up to ``newest``."""
         if not self._config.keep_best:
             return []
-        ranked: list[tuple[float, int]] = []
+        found: dict[int, float | None] = {}
         for info in list_steps(self._paths.checkpoints):
             if info.valid and info.step <= newest:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
-                if self._config.best_metric in metrics:
-                    ranked.append((metrics[self._config.best_metric], info.step))
-        return [step for _, step in sorted(ranked)[: self._config.keep_best]]
+                found[info.step] = metrics.get(self._config.best_metric)
+        return best(found, self._config.keep_best)
 
 
 def _warn(text: str) -> None:

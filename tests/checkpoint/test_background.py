@@ -353,6 +353,15 @@ def test_old_ones_are_deleted_after_the_new_one_is_committed(tmp_path: Path) -> 
     assert steps_in(tmp_path) == [2]
 
 
+def test_the_best_one_stays_too(tmp_path: Path) -> None:
+    trained, saver = Trained(), checkpointer(tmp_path, keep_last=1, keep_best=1, best_metric="val/loss")
+    for step, loss in enumerate((3.0, 1.0, 2.0, 1.5), 1):
+        saver.save(trained, step, {"val/loss": loss})
+    saver.save(trained, 5, {})
+    saver.finish(5)
+    assert steps_in(tmp_path) == [2, 5]
+
+
 def test_a_training_that_fails_lets_the_save_come_to_its_end(tmp_path: Path) -> None:
     saver = checkpointer(tmp_path)
     with slow_disk() as go:

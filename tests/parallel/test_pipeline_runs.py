@@ -230,6 +230,41 @@ def test_a_stage_that_dies_leaves_no_rank_waiting_for_longer_than_the_timeout(sc
             sender.close()
 
 
+def what_a_stage_raises(schedule: str) -> str:
+    _, pipeline = build(model_of("llama", 4), schedule)
+
+    def fail(*_: Any) -> torch.Tensor:
+        raise MemoryError("the stage's own")
+
+    pipeline._in_stage = fail
+    one = window(0, 0, 1, 1)
+    try:
+        pipeline.run_window(one.micro_batches, one.normalizer)
+    except MemoryError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_what_a_stage_raises_comes_as_it_is(schedule: str) -> None:
+    assert run_processes(1, what_a_stage_raises, schedule, timeout_s=60.0) == ["the stage's own"]
+
+
+def cut_by_hand() -> tuple[int, float]:
+    model, pipeline = build(model_of("llama", 4), "1f1b", [3, 1])
+    one = window(0, 0, 1, 1)
+    loss = float(pipeline.run_window(one.micro_batches, one.normalizer))
+    return len({name.split(".")[2] for name, _ in model.named_parameters() if ".layers." in name}), loss
+
+
+def test_stages_by_hand_hold_what_was_said() -> None:
+    one = window(0, 0, 1, 1)
+    objective = objective_of(whole_model(model_of("llama", 4)), 0)
+    with torch.no_grad():
+        expected = sum(float(objective.micro_batch_loss(batch)) for batch in one.micro_batches)
+    assert run_processes(2, cut_by_hand) == [(3, 0.0), (1, pytest.approx(expected, rel=1e-6))]
+
+
 def test_labels_that_count_nothing_give_a_loss_of_zero_and_no_gradient() -> None:
     for result in run_processes(2, unlabelled):
         assert result == (0.0, 0.0)

@@ -48,3 +48,10 @@ def test_another_micro_batch_size_goes_on_within_rounding(cache: Path, tmp_path:
         whole, found = column(uninterrupted, name), column(folder, name)
         assert list(found) == [5, 6, 7, 8, 9]
         assert max(abs(found[step] / whole[step] - 1) for step in found) <= 1e-5, name
+
+
+def test_more_steps_keep_the_schedules_horizon(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:
+    folder = gone_on(cache, tmp_path, uninterrupted, 8, "data.micro_batch_size=4", "trainer.max_steps=11")
+    found = column(folder, "lr")
+    assert found[9] == column(uninterrupted, "lr")[9], "the run's own horizon of 9 steps"
+    assert found[10] == found[11] == pytest.approx(0.1 * 3e-4), "the end of the schedule"

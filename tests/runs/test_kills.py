@@ -30,9 +30,9 @@ STARTING = 0.25
 """Share of kills before the first step of an attempt."""
 COMMAND = (
     "strategy=ddp", "model=llama_tiny", "model.config.num_hidden_layers=2", "data=synthetic", "data.seq_len=32",
-    "data.global_batch_size=8", "data.synthetic.num_documents=100", "optimizer.lr=3e-4", "trainer.accelerator=cpu",
-    "logger=none", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=25", "checkpoint.every_n_steps=2",
-    "checkpoint.resume=auto", "launch.threads_per_worker=1",
+    "data.global_batch_size=8", "data.micro_batch_size=2", "data.synthetic.num_documents=100", "optimizer.lr=3e-4",
+    "trainer.accelerator=cpu", "logger=none", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=25",
+    "checkpoint.every_n_steps=2", "checkpoint.resume=auto", "launch.threads_per_worker=1",
 )  # fmt: skip
 COLUMNS = ("step", "train/loss", "train/grad_norm", "lr", "val/loss")
 

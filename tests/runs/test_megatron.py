@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs.support import overrides, same
-from tests.support.command import mgpu, run_folder
+from tests.support.command import column, mgpu, run_folder
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,25 @@ def test_a_cut_run_is_the_run_of_one_process(
     summary, single = (json.loads((path / "summary.json").read_text()) for path in (folder, alone))
     assert summary["samples"] == single["samples"]
     assert all(0 < value < single["memory"]["activations_gib"][0] for value in summary["memory"]["activations_gib"])
+
+
+def test_an_expert_parallel_run_is_the_run_of_one_process_and_counts_tokens(
+    cache: Path, corpus: Path, tmp_path: Path
+) -> None:
+    words = [*overrides(corpus)[1:], "model=mixtral_tiny", "objective.router_aux_loss=0.01", "trainer.max_steps=4",
+             "trainer.val_every_n_steps=2"]  # fmt: skip
+    ways = ("strategy=single",), ("strategy=ep", "trainer.devices=2")
+    whole, cut = (run_folder(mgpu(cache, tmp_path, *words, *way)) for way in ways)
+    same(cut, whole)
+    config = json.loads((cut / "summary.json").read_text())
+    assert config["topology"]["ep"] == 2
+    for folder in (whole, cut):
+        dropped, counts = column(folder, "experts/dropped_tokens"), [
+            column(folder, f"experts/tokens_{expert}") for expert in range(8)
+        ]
+        # Every token of 24 samples of 64, to two experts in each of four layers.
+        for step in range(1, 5):
+            assert dropped[step] == 0 and sum(found[step] for found in counts) == 24 * 64 * 2 * 4
 
 
 def test_a_run_moves_from_strategy_to_strategy(cache: Path, corpus: Path, tmp_path: Path, alone: Path) -> None:
