@@ -7,6 +7,7 @@ from typing import Any
 
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.axes import axes_of
 from mgpu_pipe.models.stage_parts import STAGE_PARTS
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
 
@@ -43,9 +44,9 @@ def pipeline_errors(
         return [ConfigError(SCHEDULE_KEY, schedule, fix, "no such schedule")]
     errors: list[ConfigError] = []
     if model_type not in STAGE_PARTS:
-        families = ", ".join(sorted(STAGE_PARTS))
+        families, axes = ", ".join(sorted(STAGE_PARTS)), axes_of(model_type)
         errors.append(
-            ConfigError("strategy.pp", pp, f"use 1, or one of the families {families}",
+            ConfigError("strategy.pp", pp, f"use 1 (the axes for it are {axes}), or one of the families {families}",
                         f"models of the {model_type} family cannot be cut into stages")
         )  # fmt: skip
     traits = SCHEDULES[schedule]

@@ -7,6 +7,7 @@ from typing import Any
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.attention import BY_POSITION_IDS
+from mgpu_pipe.models.axes import axes_of
 from mgpu_pipe.models.config_source import ConfigClass, config_class
 
 OWN_ATTENTION = frozenset(["gpt_neo"])
@@ -33,7 +34,9 @@ def context_parallel_errors(
     if model_type not in BY_INTERFACE:
         return [
             ConfigError(
-                "strategy.cp", cp, f"use strategy.cp=1, or a model of {', '.join(sorted(BY_INTERFACE))}",
+                "strategy.cp", cp,
+                f"use strategy.cp=1 (the axes for it are {axes_of(model_type)}), or a model of "
+                f"{', '.join(sorted(BY_INTERFACE))}",
                 f"attention of the {model_type} family cannot run over several ranks",
             )
         ]  # fmt: skip

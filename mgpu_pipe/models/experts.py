@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.axes import axes_of
 
 EXPERT_FAMILIES = {
     "afmoe": "num_experts", "bailing_hybrid": "num_experts", "cohere2_moe": "num_experts",
@@ -50,7 +51,8 @@ def expert_parallel_errors(
         return []
     if model_type not in EXPERT_FAMILIES:
         reason = f"the {model_type} family has no experts that can be spread; those with: {_listed(EXPERT_FAMILIES)}"
-        return [ConfigError("strategy.ep", ep, "use 1, or a mixture of experts", reason)]
+        fix = f"use 1 (the axes for it are {axes_of(model_type)}), or a mixture of experts"
+        return [ConfigError("strategy.ep", ep, fix, reason)]
     number = expert_count(fields, model_type)
     if number is None or number % ep == 0:
         return []

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.axes import axes_of
 from mgpu_pipe.models.config_source import class_statement
 
 Style = Literal["column", "row", "packed", "own_heads", "experts"]
@@ -116,7 +117,7 @@ def tensor_parallel_errors(
     if not has_tensor_plan(model_type):
         return [
             ConfigError(
-                "strategy.tp", tp, "use strategy.tp=1; the axes for it are dp_replicate, dp_shard",
+                "strategy.tp", tp, f"use strategy.tp=1; the axes for it are {axes_of(model_type)}",
                 f"the {model_type} family has no plan for tensor parallelism",
             )
         ]

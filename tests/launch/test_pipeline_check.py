@@ -20,9 +20,10 @@ EIGHT = {"num_hidden_layers": 8}
     ("arguments", "said"),
     [
         (("llama", 4, "1fb1", 8), "strategy.pipeline.schedule=1fb1: no such schedule; did you mean 1f1b?"),
-        (("falcon", 2, "1f1b", 8), "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1, or "
-                                   "one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
-                                   "qwen3_moe"),
+        (("falcon", 2, "1f1b", 8),
+         "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1 (the axes for it are "
+         "dp_replicate, dp_shard), or one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
+         "qwen3_moe"),
         (("llama", 9, "1f1b", 9), "strategy.pp=9: 1f1b cuts 8 layers into 9 stages; use at most strategy.pp=8, or a "
                                   "model of at least 9 layers"),
         (("llama", 6, "zbv", 12), "strategy.pp=6: zbv cuts 8 layers into 12 stages; use at most strategy.pp=4, or "
