@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import world_size
+from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.count import count_parameters
 
@@ -31,7 +31,16 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
                                   "DeepSpeed is not installed"))
     if config.strategy.offload == "nvme":
         errors += [*_path_errors(config), *compiler_errors()]
+        if device_type(config) == "cuda" and not _has_cuda_headers():
+            errors.append(ConfigError("strategy.offload", "nvme", "install the CUDA toolkit, or set CUDA_HOME",
+                                      "DeepSpeed compiles its file access against CUDA's headers"))
     return errors
+
+
+def _has_cuda_headers() -> bool:
+    """Where torch's extension builder looks for the toolkit."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return bool(named or shutil.which("nvcc") or Path("/usr/local/cuda").is_dir())
 
 
 def state_bytes(config: RunConfig) -> int | None:

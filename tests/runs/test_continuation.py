@@ -55,3 +55,18 @@ def test_more_steps_keep_the_schedules_horizon(cache: Path, tmp_path: Path, unin
     found = column(folder, "lr")
     assert found[9] == column(uninterrupted, "lr")[9], "the run's own horizon of 9 steps"
     assert found[10] == found[11] == pytest.approx(0.1 * 3e-4), "the end of the schedule"
+
+
+def test_an_fp16_run_goes_on_with_its_loss_scale(cache: Path, tmp_path: Path) -> None:
+    fp16 = [word for word in BASE if word != "precision=fp32" and "devices" not in word]
+    fp16 += ["trainer.devices=1", "precision=fp16", "trainer.max_steps=6", "data.seq_len=16"]
+    fp16 = [word for word in fp16 if word != "data.seq_len=32" and word != "trainer.max_steps=9"]
+    whole = run_folder(mgpu(cache, tmp_path, *fp16))
+    first = whole / "checkpoints" / "step-00000004"
+    scale = json.loads((first / "state.json").read_text())["loss_scale"]
+    assert scale["updates"] > 0
+    folder = run_folder(mgpu(cache, tmp_path, *fp16, f"checkpoint.resume={first}"))
+    for name in COLUMNS:
+        assert column(folder, name) == {step: column(whole, name)[step] for step in (5, 6)}, name
+    ends = [json.loads((path / "checkpoints/step-00000006/state.json").read_text()) for path in (whole, folder)]
+    assert ends[0]["loss_scale"] == ends[1]["loss_scale"] != scale

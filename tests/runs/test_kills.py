@@ -33,6 +33,7 @@ COMMAND = (
     "data.global_batch_size=8", "data.micro_batch_size=2", "data.synthetic.num_documents=100", "optimizer.lr=3e-4",
     "trainer.accelerator=cpu", "logger=none", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=25",
     "checkpoint.every_n_steps=2", "checkpoint.resume=auto", "launch.threads_per_worker=1",
+    "trainer.deterministic=true",
 )  # fmt: skip
 COLUMNS = ("step", "train/loss", "train/grad_norm", "lr", "val/loss")
 

@@ -104,6 +104,22 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert (folder / "metrics.csv").read_bytes() == before
 
 
+def test_a_killed_worker_is_started_again_where_that_is_asked_for(
+    cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = start(cache, tmp_path, *overrides(
+        corpus, "strategy=ddp", "trainer.devices=4", "trainer.max_steps=30", f"run.dir={folder}",
+        "checkpoint.every_n_steps=4", "launch.max_restarts=1",
+    ))  # fmt: skip
+    wait_for_step(folder, 9, process)
+    os.kill(max(workers_of(folder)), signal.SIGKILL)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    for name in ("train/loss", "train/grad_norm", "val/loss", "lr"):
+        assert column(folder, name) == column(uninterrupted, name), name
+
+
 def test_sigterm_saves_and_another_number_of_processes_goes_on(
     cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
