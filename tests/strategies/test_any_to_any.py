@@ -8,7 +8,8 @@ and test_deepspeed_checkpoint. Oracle of going on: the uninterrupted plain loop.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from tests.support.processes import run_processes
@@ -48,6 +50,7 @@ WAYS = {
     "hsdp 2x2": Way(ParallelDims(dp_replicate=2, dp_shard=2)),
     **{f"zero{stage} 3": Way(ParallelDims(dp_shard=3), {"zero_stage": stage}) for stage in (1, 2, 3)},
     "zero3_cpu 2": Way(ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
+    "zero3_nvme 2": Way(ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "nvme"}),
     "tp 4": Way(ParallelDims(tp=4)),
     "tp 2, sequence": Way(ParallelDims(tp=2), {"options": {"sequence_parallel": True}}),
     **{
@@ -81,8 +84,10 @@ def first(folder: str) -> None:
         trained(case_of(model, BEFORE, WAYS["single"]), ParallelDims(), on_end=lambda s: write(s, f"{folder}/{model}"))  # noqa: B023
 
 
-def goes_on(name: str, source: str, target: str) -> list[Any]:
+def goes_on(name: str, source: str, target: str, extension: str | None) -> list[Any]:
     way, found = WAYS[name], list[Any]()
+    if extension is not None:
+        os.environ[FOLDER] = extension
     for model in way.models:
 
         def restore(strategy: Any, model: str = model) -> None:
@@ -92,7 +97,8 @@ def goes_on(name: str, source: str, target: str) -> list[Any]:
             write(strategy, f"{target}/{model}")
 
         try:
-            outcome = trained(case_of(model, AFTER, way), way.dims, first_step=BEFORE, on_start=restore)
+            case = replace(case_of(model, AFTER, way), offload_path=target if extension is not None else None)
+            outcome = trained(case, way.dims, first_step=BEFORE, on_start=restore)
             found.append((outcome.losses, outcome.norms))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -126,9 +132,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_it_reads_goes_on_and_writes_the_same_again(name: str, source: Path, tmp_path: Path) -> None:
+def test_it_reads_goes_on_and_writes_the_same_again(
+    name: str, source: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     way = WAYS[name]
-    by_rank = run_processes(way.dims.world_size, goes_on, name, str(source), str(tmp_path), timeout_s=600.0)
+    extension = request.getfixturevalue("nvme_extension") if way.case.get("offload") == "nvme" else None
+    words = name, str(source), str(tmp_path), extension
+    by_rank = run_processes(way.dims.world_size, goes_on, *words, timeout_s=600.0)
     for index, model in enumerate(way.models):
         TRANSFER_CELLS[name, model] = "FAILED"
         results: list[Outcome | str] = [rank[index] for rank in by_rank]

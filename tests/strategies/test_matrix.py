@@ -24,8 +24,9 @@ STRATEGIES = {
     "zero1": ParallelDims(dp_shard=4),
     "zero2": ParallelDims(dp_shard=4),
     "zero3": ParallelDims(dp_shard=4),
+    "zero3_cpu": ParallelDims(dp_shard=4),
 }
-ZERO_STAGES: dict[str, Any] = {"zero1": 1, "zero2": 2, "zero3": 3}
+ZERO_STAGES: dict[str, Any] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_cpu": 3}
 FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
 EMBEDDINGS = {"gpt2": "transformer.wte.weight"}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -57,6 +58,8 @@ def _all_cases(strategy: str, dims: ParallelDims, keys: list[tuple[str, str]]) -
     found: list[Any] = []
     for model, feature in keys:
         case = replace(case_of(model, feature), zero_stage=ZERO_STAGES.get(strategy), together=strategy in TOGETHER)
+        if strategy == "zero3_cpu":
+            case = replace(case, offload="cpu")
         if case.branches:  # the model looks at one sample at a time
             case = replace(case, micro_batches=case.samples // dims.data_parallel_size)
         elif case.precision == "bf16" and dims.world_size == 1:  # rounded as often as on four processes

@@ -65,6 +65,7 @@ class Case:
     """DeepSpeed's engine instead of the mesh's."""
     offload: str = "none"
     """Of that engine."""
+    offload_path: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of how the model is split."""
 
@@ -216,8 +217,9 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     block = "h.0" if case.model == "gpt2" else "layers.0"
     raw = {"zero_optimization": {"leaf_module": {"name_suffixes": [block]}}} if case.branches else None
     settings = generate(
-        plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, offload=case.offload, raw=raw
-    )
+        plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, offload=case.offload,
+        offload_path=case.offload_path, raw=raw,
+    )  # fmt: skip
     return DeepSpeedStrategy(dims, CPU, settings, seed=SEED, **common, **how)
 
 
