@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mgpu_pipe.topology import ParallelDims
+from tests.strategies.test_matrix import BF16_FACTOR, bf16_error
 from tests.support.processes import run_processes
 from tests.support.tables import AXES_CELLS
 from tests.support.training import Case, Outcome, assembled, plain, trained, worst_error
@@ -17,7 +18,7 @@ from tests.support.training import Case, Outcome, assembled, plain, trained, wor
 pytestmark = pytest.mark.slow
 
 STEPS = 10
-DENSE, ALL, EXPERTS = ("llama", "gpt2", "qwen3"), ("llama", "gpt2", "qwen3", "mixtral"), ("mixtral",)
+ALL, EXPERTS = ("llama", "gpt2", "qwen3", "mixtral"), ("mixtral",)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,11 @@ TOPOLOGIES = {
     "pp2 x cp2, checkpointing": Topology(
         ParallelDims(pp=2, cp=2), ("llama", "mixtral"), 2, case={"checkpointing": "full"}
     ),
+    "tp2 x cp2, uneven lengths": Topology(ParallelDims(tp=2, cp=2), ("llama", "mixtral"), case={"data": "uneven"}),
+    "pp2 x dp_shard2, padding": Topology(ParallelDims(pp=2, dp_shard=2), ("gpt2",), 4, case={"data": "padded"}),
+    "tp2 x pp2, selective checkpointing": Topology(
+        ParallelDims(tp=2, pp=2), ("llama", "mixtral"), 2, case={"checkpointing": "selective"}
+    ),
     "ep2 x tp2 x dp_shard2": Topology(ParallelDims(ep=2, tp=2, dp_shard=2), EXPERTS),
     "ep4 x tp2 x dp_shard2, sequence": Topology(ParallelDims(ep=4, tp=2, dp_shard=2), EXPERTS, options=SPLIT),
     "pp2 x ep2 x dp_shard2": Topology(ParallelDims(pp=2, ep=2, dp_shard=2), EXPERTS, 2),
@@ -110,9 +116,9 @@ def results(name: str) -> list[list[Any]]:
 
 
 @functools.lru_cache(maxsize=None)
-def oracle(model: str, layers: int, max_norm: float | None) -> dict[str, Any]:
+def oracle(model: str, layers: int, max_norm: float | None, data: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return plain(Case(model=model, steps=STEPS, layers=layers, max_norm=max_norm))
+    return plain(Case(model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data))
 
 
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name, t in TOPOLOGIES.items() for model in t.models])
@@ -121,7 +127,8 @@ def test_the_topology_is_one_process(name: str, model: str) -> None:
     AXES_CELLS[name, model] = "FAILED"
     outcomes: list[Outcome] = [rank[topology.models.index(model)] for rank in results(name)]
     assert not any(isinstance(outcome, str) for outcome in outcomes), outcomes
-    worst, where = worst_error(outcomes, oracle(model, topology.layers, topology.case.get("max_norm")))
+    expected = oracle(model, topology.layers, topology.case.get("max_norm"), topology.case.get("data", "packed"))
+    worst, where = worst_error(outcomes, expected)
     AXES_CELLS[name, model] = f"{worst:.3f}" if worst <= 1 else f"FAILED {worst:.2g}"
     assert worst <= 1, where
 
@@ -143,3 +150,22 @@ def test_a_split_backward_pass_sums_gradients_in_fp32_as_a_whole_one_does(precis
         assert split.losses == whole.losses and split.norms == whole.norms
     weights = [assembled([outcome.weights for outcome in outcomes]) for outcomes in zip(*by_rank, strict=True)]
     assert all(torch.equal(weights[0][name], whole) for name, whole in weights[1].items())
+
+
+def _in_bf16(dims: ParallelDims, case: Case) -> Outcome:
+    return trained(case, dims)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("tp2, sequence", "llama"), ("cp2 ring", "llama"), ("ep2", "mixtral"), ("pp2 1f1b", "gpt2")]
+)
+def test_bf16_is_as_close_to_fp32_as_one_bf16_process(name: str, model: str) -> None:
+    topology = TOPOLOGIES[name]
+    case = replace(case_of(topology, model), precision="bf16")
+    expected = oracle(model, topology.layers, None, "packed")
+    alone, found = (
+        bf16_error(run_processes(dims.world_size, _in_bf16, dims, case), expected)
+        for dims in (ParallelDims(), topology.dims)
+    )
+    assert alone["loss"] > 1e-6, "bf16 is not at work"
+    assert all(found[what] <= BF16_FACTOR * alone[what] + 1e-5 for what in found), (found, alone)
