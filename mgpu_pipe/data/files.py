@@ -22,6 +22,8 @@ _LEFT_OUT = {
     "test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__",
     "encodings",  # tables of character names, a megabyte that reads like no text
 }
+FIX = "correct or remove it"
+REPLACE = "replace the file, or leave it out of the data's paths"
 
 
 def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
@@ -70,7 +72,7 @@ def check_readable(path: Path) -> int:
         with open(path, "rb"):
             size = path.stat().st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable, or leave it out of the data's paths") from error
     if size == 0:
         raise DataError(f"{path}: is empty; remove it from the data's paths")
     return size
@@ -82,7 +84,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable, or leave it out of the data's paths") from error
 
 
 def decode(raw: bytes, where: str, offset: int = 0) -> str:
@@ -111,7 +113,7 @@ def check_unicode(text: str, origin: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{origin}: holds half of a surrogate pair (U+{ord(text[error.start]):04X}), which is not text"
+            f"{origin}: holds half of a surrogate pair (U+{ord(text[error.start]):04X}), which is not text; {FIX}"
         ) from error
 
 
@@ -141,13 +143,15 @@ def json_row(line: str, origin: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line)") from error
+        raise DataError(
+            f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line); {FIX}"
+        ) from error
     except ValueError as error:  # a number of too many digits
-        raise DataError(f"{origin}: is not valid JSON: {error}") from error
+        raise DataError(f"{origin}: is not valid JSON: {error}; {FIX}") from error
     except RecursionError as error:
-        raise DataError(f"{origin}: is JSON nested too deeply") from error
+        raise DataError(f"{origin}: is JSON nested too deeply; {FIX}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{origin}: is a JSON {type(row).__name__}, not an object with columns")
+        raise DataError(f"{origin}: is a JSON {type(row).__name__}, not an object with columns; {FIX}")
     return row
 
 
@@ -181,10 +185,10 @@ def parquet_rows(path: Path, column: str, key: str = "data.text_column") -> Iter
                 for text in batch.column(0).to_pylist():
                     number += 1
                     if text is None:
-                        raise DataError(f"{path}: row {number} has no value in column '{column}'")
+                        raise DataError(f"{path}: row {number} has no value in column '{column}'; {FIX}")
                     yield text, f"{path}: row {number}", size * number // rows - size * (number - 1) // rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: is not a readable Parquet file: {error}".splitlines()[0]) from error
+        raise DataError(f"{path}: is not a readable Parquet file: {error}".splitlines()[0] + f"; {REPLACE}") from error
 
 
 def file_hashes(paths: Sequence[Path], cache: Path, progress: Progress = no_progress) -> list[str]:
@@ -224,5 +228,5 @@ def _hash_file(path: Path) -> str:
             while block := file.read(_HASH_BLOCK):
                 digest.update(block)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable, or leave it out of the data's paths") from error
     return digest.hexdigest()

@@ -156,7 +156,7 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
     if data.source == "parquet":
         with open(path, "rb") as file:
             if file.read(4) != b"PAR1":
-                raise DataError(f"{path}: is not a readable Parquet file: it does not begin with PAR1")
+                raise DataError(f"{path}: is not a readable Parquet file: it does not begin with PAR1; {files.REPLACE}")
         return
     if whole:
         files.decode(files.read_bytes(path), str(path))
@@ -227,7 +227,7 @@ def _jsonl(path: Path, column: str) -> Iterator[Document]:
             raise files.missing_column(origin, "data.text_column", column, list(row))
         text = row[column]
         if not isinstance(text, str):
-            raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string")
+            raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string; {files.FIX}")
         files.check_unicode(text, origin)
         yield Document(text, origin, size)
 

@@ -96,7 +96,12 @@ def train(
     max_steps = run_length(config, prepared)
     total_steps = _horizon(config, reader, max_steps)
 
-    model, fill = _build_model(config, device, sharded=_reads_slices(config, dims))
+    try:
+        model, fill = _build_model(config, device, sharded=_reads_slices(config, dims))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error, rank, config, dims, plan, build_meta(config.model), {}) from error
     settings = model_settings(model.config)
     if reader is not None:
         require_model_settings(reader.state.get("model_config"), settings, reader.folder)

@@ -29,6 +29,7 @@ def _refusal(run: RunConfig, match: str, also_by_preflight: bool = True) -> None
     with pytest.raises(BadInputError, match=match) as refused:
         prepare(run)
     assert "\n" not in str(refused.value)
+    assert ";" in str(refused.value) or ": " in str(refused.value).partition("=")[2], "there is no fix"
     assert refused.value.exit_code == 2
     assert not list(Path(run.data.cache_dir or "").glob("tokens/*/manifest.json"))
     if also_by_preflight:
