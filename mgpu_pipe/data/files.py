@@ -23,6 +23,7 @@ _LEFT_OUT = {
     "encodings",  # tables of character names, a megabyte that reads like no text
 }
 FIX = "correct or remove it"
+READABLE = "make it readable, or leave it out of the data's paths"
 REPLACE = "replace the file, or leave it out of the data's paths"
 
 
@@ -72,7 +73,7 @@ def check_readable(path: Path) -> int:
         with open(path, "rb"):
             size = path.stat().st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable, or leave it out of the data's paths") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
     if size == 0:
         raise DataError(f"{path}: is empty; remove it from the data's paths")
     return size
@@ -84,7 +85,7 @@ def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable, or leave it out of the data's paths") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
 
 
 def decode(raw: bytes, where: str, offset: int = 0) -> str:
@@ -228,5 +229,5 @@ def _hash_file(path: Path) -> str:
             while block := file.read(_HASH_BLOCK):
                 digest.update(block)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; make it readable, or leave it out of the data's paths") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
     return digest.hexdigest()
