@@ -100,8 +100,11 @@ def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:
     return found
 
 
-def pipeline_rows(config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]) -> list[str]:
-    """The schedule as a picture, its bubble, and what each stage holds; none without a pipeline."""
+def pipeline_rows(
+    config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any], width: int
+) -> list[str]:
+    """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds; none without a pipeline.
+    """
     if dims.pp == 1:
         return []
     chosen = config.strategy.pipeline
@@ -110,4 +113,4 @@ def pipeline_rows(config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields
     layers = stage_layers(costs, sum(map(len, held)), chosen.layers or None)
     ranks = {stage: rank for rank, stages in enumerate(held) for stage in stages}
     contents = stage_contents(costs, layers, [ranks[stage] for stage in range(len(layers))])
-    return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents, chosen.stages_per_rank)
+    return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents, chosen.stages_per_rank, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.schema import RunConfig
@@ -11,6 +12,9 @@ from mgpu_pipe.launch.preflight import model_fields
 from mgpu_pipe.models.count import count_parameters
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+NAMES_WIDTH = len("checkpoint") + 2
+"""Columns that the rows' names take."""
 
 
 def overview(config: RunConfig) -> list[tuple[str, str]]:
@@ -23,7 +27,8 @@ def overview(config: RunConfig) -> list[tuple[str, str]]:
     if config.strategy.engine == "mesh" and dims.pp > 1:
         from mgpu_pipe.launch.model_axes import pipeline_rows
 
-        pipeline = pipeline_rows(config, dims, plan, model_fields(config))
+        room = shutil.get_terminal_size().columns - NAMES_WIDTH
+        pipeline = pipeline_rows(config, dims, plan, model_fields(config), max(40, room))
     return [
         ("model", _model(config)),
         ("data", _data(config)),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from mgpu_pipe.parallel.pipeline_balance import StageContent
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, stages_by_rank, streams
-from mgpu_pipe.parallel.pipeline_timing import EQUAL, Timed, bubble_of, most_in_flight, timeline
+from mgpu_pipe.parallel.pipeline_timing import Timed, bubble_of, most_in_flight, timeline
 
 WIDTH = 100
 IDLE = "."
@@ -54,18 +54,18 @@ def _cells(row: Sequence[Timed], span: int, stages: Sequence[int], numbered: boo
 
 def schedule_lines(
     schedule: str, ranks: int, micro_batches: int, contents: Sequence[StageContent],
-    stages_per_rank: StagesPerRank = "auto", durations: Mapping[str, float] = EQUAL,
+    stages_per_rank: StagesPerRank = "auto", width: int = WIDTH,
 ) -> list[str]:
     """The picture, the bubble, the micro-batches in flight, and a line for every stage."""
     by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
-    bubble = bubble_of(timeline(by_rank, durations))
+    bubble = bubble_of(timeline(by_rank))
     each = len(stages_by_rank(schedule, ranks, stages_per_rank)[0])
     most = max(map(most_in_flight, by_rank))
     held = f"{most} micro-batches" if each == 1 else f"{most} passes of a stage"
     split = ", gradients of inputs and weights apart" if SCHEDULES[schedule].splits_backward else ""
     return [
         f"{schedule}, {ranks} ranks of {each} stage{'s' if each > 1 else ''}, {micro_batches} micro-batches{split}",
-        *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank),
+        *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank, width),
         f"bubble {bubble:.1%} of the step, were all stages equally fast; at most {held} in flight on a rank",
         *(content.describe() for content in contents),
     ]
