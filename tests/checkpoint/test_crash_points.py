@@ -33,6 +33,8 @@ from tests.checkpoint.support import config_file, cut_pieces, rows
 from tests.support.processes import run_processes
 from tests.support.tables import TOLD
 
+pytestmark = pytest.mark.slow
+
 MOST_STATES = 200
 """Of one prefix, where there are more than these, the extremes and as many random ones are taken."""
 

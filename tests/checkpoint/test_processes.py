@@ -33,6 +33,8 @@ from tests.checkpoint.support import (
 )
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = ("create", "write", "sync", "sync_folder", "rename", "make_folder", "remove_folder")
 
 

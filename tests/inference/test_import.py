@@ -19,6 +19,8 @@ from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from tests.inference.support import write_tokenizer
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
 MODEL = ["model=llama_tiny", *(f"model.config.{key}={value}" for key, value in SIZES.items())]

@@ -17,6 +17,8 @@ from tests.models.tiny import tiny_model
 from tests.support.processes import run_processes
 from tests.support.tiny import global_batch
 
+pytestmark = pytest.mark.slow
+
 WITHOUT_CAP = {"gemma2": {"attn_logit_softcapping": None}}
 
 

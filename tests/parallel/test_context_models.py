@@ -18,6 +18,8 @@ from mgpu_pipe.parallel.context import apply_context_parallel, context_of
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, VOCABULARY, global_batch
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCHES, ROWS = 2, 4
 CPU = torch.device("cpu")
 

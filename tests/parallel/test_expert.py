@@ -32,6 +32,8 @@ from tests.support.experts import (
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 23
 """Odd, so that two tensor-parallel ranks take slices of unequal length."""
 

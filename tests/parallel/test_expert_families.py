@@ -26,6 +26,8 @@ from tests.support.experts import (
 )
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {
     "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 24, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,

@@ -11,6 +11,8 @@ from tests.parallel.pipeline_support import build, expected, gradients_of, model
 from tests.support.processes import run_processes
 from tests.support.tiny import window
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 LR, STEPS = 3e-4, 3
 

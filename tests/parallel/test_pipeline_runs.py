@@ -35,6 +35,8 @@ from tests.parallel.pipeline_support import (
 from tests.support.processes import _entry, preloaded, run_processes
 from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch, window
 
+pytestmark = pytest.mark.slow
+
 COUNTS = (0, 1, 5)
 
 

@@ -23,6 +23,8 @@ from tests.support.filling import assembled, fill, owned_pieces
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, SEQ_LEN, global_batch, plain_steps, window
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -14,6 +14,8 @@ from tests.parallel.test_tensor import worst
 from tests.support.filling import assembled, owned_pieces
 from tests.support.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 TEXT = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
         "max_position_embeddings": 16}  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -25,6 +25,8 @@ from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS as TINY
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 352,
          "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 64}  # fmt: skip
 MODELS = {

@@ -18,6 +18,8 @@ from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained
 
+pytestmark = pytest.mark.slow
+
 BEFORE, AFTER = 3, 4
 SAMPLES = 12
 TOPOLOGIES = {

@@ -33,6 +33,8 @@ from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 Parts = list[tuple[Any, tuple[int, ...], torch.Tensor]]
 

@@ -30,6 +30,8 @@ from tests.strategies.test_mesh import LR, relative, whole
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, window
 
+pytestmark = pytest.mark.slow
+
 CPU, HALF, ALL = torch.device("cpu"), 4, 14
 FROZEN = ("wte", "embed_tokens", "h.0.mlp", "layers.0.mlp")
 

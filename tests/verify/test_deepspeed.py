@@ -13,6 +13,8 @@ from tests.support.processes import run_processes
 from tests.verify.support import small_run
 from tests.verify.test_comparison import TARGET, broken, verified
 
+pytestmark = pytest.mark.slow
+
 
 def wrong_gradient(strategy: EngineStrategy) -> None:
     if dist.get_rank() == 1:

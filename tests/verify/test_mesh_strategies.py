@@ -15,6 +15,8 @@ from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
+pytestmark = pytest.mark.slow
+
 TARGET = "model.layers.1.mlp.down_proj"
 FSDP = ("strategy=fsdp",)
 HSDP = ("strategy=hsdp", "strategy.dp_replicate=2")
