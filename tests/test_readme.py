@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import REPOSITORY, environment
+from tests.support.program import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -36,23 +37,22 @@ def test_the_readme_tells_how_to_train_and_test() -> None:
     assert len(COMMANDS) > 15
 
 
-def shortened(command: str) -> list[str]:
-    """The command's words for this interpreter, training made short."""
-    words = shlex.split(command)
-    if words[0] == "torchrun":
-        at = words.index("-m")
-        return [sys.executable, "-m", "torch.distributed.run", *words[1:at], *words[at:], *SHORT]
-    assert words[0] == "mgpu-pipe", command
+def run(command: str, cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, training made short."""
+    program, *words = shlex.split(command)
+    if program == "torchrun":
+        return subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *words, *SHORT],
+            cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    assert program == "mgpu-pipe", command
     verbs = {"ls", "check", "schema", "generate", "export", "import", "eval", "report", "verify", "checkpoints"}
-    return [sys.executable, "-m", "mgpu_pipe", *words[1:], *([] if words[1] in {*verbs, "--help"} else SHORT)]
+    return run_program([*words, *([] if words[0] in {*verbs, "--help"} else SHORT)], cwd, environment, 300)
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("make ")])
 def test_command(command: str, workplace: Path, cache: Path) -> None:
-    done = subprocess.run(
-        shortened(command), cwd=workplace, env=environment(cache), capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
+    done = run(command, workplace, environment(cache))
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 

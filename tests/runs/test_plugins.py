@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import column, environment, run_folder
+from tests.support.program import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -82,11 +83,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, cache: Path, cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     known = environment(cache)
-    return subprocess.run(
-        [sys.executable, "-m", "mgpu_pipe", "hydra.searchpath=[pkg://acme_training.conf]", "experiment=acme",
-         "model=llama_tiny", "logger=none", *overrides],
-        cwd=cwd, env={**known, "PYTHONPATH": os.pathsep.join([str(site), known["PYTHONPATH"]])},
-        capture_output=True, text=True, check=False, timeout=200,
+    return run_program(
+        ["hydra.searchpath=[pkg://acme_training.conf]", "experiment=acme", "model=llama_tiny", "logger=none",
+         *overrides],
+        cwd, {**known, "PYTHONPATH": os.pathsep.join([str(site), known["PYTHONPATH"]])}, 200,
     )  # fmt: skip
 
 

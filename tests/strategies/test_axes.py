@@ -13,7 +13,7 @@ from mgpu_pipe.topology import ParallelDims
 from tests.strategies.test_matrix import BF16_FACTOR, bf16_error
 from tests.support.processes import run_processes
 from tests.support.tables import AXES_CELLS
-from tests.support.training import Case, Outcome, assembled, plain, trained, worst_error
+from tests.support.training import SEED, Case, Outcome, assembled, plain, trained, worst_error
 
 pytestmark = pytest.mark.slow
 
@@ -43,15 +43,9 @@ TOPOLOGIES = {
     "tp2, sequence": Topology(ParallelDims(tp=2), options=SPLIT),
     "tp4, sequence": Topology(ParallelDims(tp=4), options=SPLIT, case={"max_norm": 0.3}),
     **{f"pp2 {name}": Topology(ParallelDims(pp=2), micro_batches=4, schedule=name) for name in ("gpipe", "1f1b")},
-    **{f"pp2 {name}": Topology(ParallelDims(pp=2), ("llama", "gpt2", "mixtral"), 4, layers=8, schedule=name)
-       for name in TWO_STAGES},
-    # Of qwen3 with eight layers one process is 1.1 bounds off itself after ten steps.
-    **{f"pp2 {name}, 4 layers": Topology(ParallelDims(pp=2), ("qwen3",), 4, layers=4, schedule=name)
-       for name in TWO_STAGES},
-    **{
-        f"pp4 {name}": Topology(ParallelDims(pp=4), ("llama", "gpt2"), 8, layers=8, schedule=name)
-        for name in ("gpipe", "1f1b", *TWO_STAGES)
-    },
+    **{f"pp2 {name}": Topology(ParallelDims(pp=2), micro_batches=4, layers=8, schedule=name) for name in TWO_STAGES},
+    **{f"pp4 {name}": Topology(ParallelDims(pp=4), micro_batches=8, layers=8, schedule=name)
+       for name in ("gpipe", "1f1b", *TWO_STAGES)},
     "cp2 ring": Topology(ParallelDims(cp=2)),
     "cp4 ring": Topology(ParallelDims(cp=4), case={"max_norm": 0.3}),
     "cp2 ulysses": Topology(ParallelDims(cp=2), options=ULYSSES),
@@ -92,10 +86,17 @@ TOPOLOGIES = {
 }
 
 
+SEEDS = {("qwen3", 8): 6}
+"""Initial weights of another seed, by model and layers. AdamW's first update has the size of the learning rate for any
+gradient: of qwen3 with eight layers and the usual seed one gradient is 2e-8, within rounding of zero, and that single
+weight takes two plain computations beyond the bound."""
+
+
 def case_of(topology: Topology, model: str) -> Case:
     return Case(
         model=model, steps=STEPS, samples=topology.samples, micro_batches=topology.micro_batches,
-        layers=topology.layers, schedule=topology.schedule, options=topology.options, **topology.case,
+        layers=topology.layers, schedule=topology.schedule, options=topology.options,
+        seed=SEEDS.get((model, topology.layers), SEED), **topology.case,
     )  # fmt: skip
 
 
@@ -118,7 +119,9 @@ def results(name: str) -> list[list[Any]]:
 @functools.lru_cache(maxsize=None)
 def oracle(model: str, layers: int, max_norm: float | None, data: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return plain(Case(model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data))
+    return plain(Case(
+        model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data, seed=SEEDS.get((model, layers), SEED),
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name, t in TOPOLOGIES.items() for model in t.models])

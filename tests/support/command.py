@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.program import run_program
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -28,10 +30,9 @@ def start(cache: Path, cwd: Path, *arguments: str, **options: Any) -> subprocess
 
 def mgpu(cache: Path, cwd: Path, *arguments: str, code: int = 0, timeout: float = 300) -> str:
     """Run to the end, expect ``code``, return stdout."""
-    process = start(cache, cwd, *arguments)
-    out, err = process.communicate(timeout=timeout)
-    assert process.returncode == code, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
-    return out if code == 0 else out + err
+    done = run_program(arguments, cwd, environment(cache), timeout)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout if code == 0 else done.stdout + done.stderr
 
 
 def run_folder(out: str) -> Path:

@@ -58,6 +58,8 @@ class Case:
     steps: int = 5
     layers: int = 0
     """Of the model, where not its own."""
+    seed: int = SEED
+    """Of the initial weights."""
     schedule: str = "1f1b"
     """Of the pipeline, where there is one."""
     stages_per_rank: int | Literal["auto"] = "auto"
@@ -157,8 +159,8 @@ def built(case: Case) -> Any:
     return model
 
 
-def filled(model: Any, device: torch.device = CPU) -> Any:
-    return materialise(model, SEED, device)
+def filled(model: Any, device: torch.device = CPU, seed: int = SEED) -> Any:
+    return materialise(model, seed, device)
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -203,7 +205,9 @@ class Watch(pl.Callback):
 
 def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     """The mesh engine, or DeepSpeed's where the case names a ZeRO stage."""
-    common: dict[str, Any] = {"max_norm": case.max_norm, "materialise": filled}
+    common: dict[str, Any] = {
+        "max_norm": case.max_norm, "materialise": functools.partial(filled, seed=case.seed),
+    }  # fmt: skip
     how: dict[str, Any] = {
         "precision": case.precision, "activation_checkpointing": case.checkpointing, **case.options
     }  # fmt: skip
@@ -264,7 +268,7 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     Whole batches, or one sample at a time where the model looks at the sample; ``dtype`` is what parameters are cast
     to for compute.
     """
-    model = filled(built(case))
+    model = filled(built(case), seed=case.seed)
     optimizer = adamw(model)
     losses, norms, gradients = [], [], {}
     for step in range(case.steps):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from mgpu_pipe.config.freeze import config_hash
+from tests.support.program import run_program
 from tests.verify.support import composed
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,8 +32,7 @@ class Crashing(torch.optim.AdamW):
 
 def run(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mgpu_pipe", "verify", "model=llama_tiny", *overrides]
-    return subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=300)
+    return run_program(["verify", "model=llama_tiny", *overrides], tmp_path, environment, 300)
 
 
 def test_a_certificate(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Whole runs of the program without waiting for imports: launcher and workers are forked from the preloaded server.
+
+They are processes of their own with the program's own ``main``: launched, supervised, signalled and reaped as ever.
+Left out is the interpreter's start (4 seconds of processor time a worker). Tests of starting, and those that look at
+processes' command lines, start the real program (tests/support/command.py, tests/launch).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tests.support.processes import preloaded
+
+
+class ForkedWorker:
+    """In the place of the launcher's subprocess.Popen: ``python -m <module> <arguments>`` without a new interpreter."""
+
+    def __init__(
+        self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str],
+        pass_fds: Sequence[int], start_new_session: bool,
+    ) -> None:  # fmt: skip
+        assert argv[:2] == [sys.executable, "-m"] and stdin == subprocess.DEVNULL and stdout is stderr
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if start_new_session:
+                    os.setsid()
+                _take_over(stdout.fileno(), stdout.fileno(), env)
+                _give_up_descriptors(pass_fds)
+                sys.argv = list(argv[2:])
+                runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+            finally:
+                os._exit(1)  # the program leaves by itself
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _take_over(out: int, error: int, environment: Mapping[str, str]) -> None:
+    """Give this process the streams and the environment that a new program would have."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(error, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    for folder in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+    sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
+
+
+def _give_up_descriptors(kept: Sequence[int]) -> None:
+    """What a new program would not inherit. Replaced, not closed: objects of this process may still close them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in kept:
+            os.dup2(nothing, fd)
+
+
+def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
+    os.chdir(cwd)
+    _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
+    from mgpu_pipe import cli
+    from mgpu_pipe.launch import workers
+
+    substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
+    workers.subprocess = substitute
+    sys.argv = ["mgpu-pipe", *arguments]
+    cli.program()
+
+
+def run_program(
+    arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run ``mgpu-pipe <arguments>`` to its end, in ``cwd`` and with exactly this ``environment``."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, error = Path(folder) / "out", Path(folder) / "err"
+        process = preloaded().Process(
+            target=_entry, args=(list(arguments), str(cwd), dict(environment), str(out), str(error))
+        )
+        process.start()
+        process.join(timeout)
+        ended = process.exitcode is not None
+        if not ended:
+            process.kill()
+            process.join()
+        said = [path.read_text(errors="replace") if path.exists() else "" for path in (out, error)]
+        assert ended, f"still running after {timeout} s: {' '.join(arguments)}\n{said[0][-3000:]}\n{said[1][-3000:]}"
+        return subprocess.CompletedProcess(list(arguments), process.exitcode or 0, *said)
