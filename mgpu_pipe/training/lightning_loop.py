@@ -6,12 +6,24 @@ carries the stop flag (see ``MeshStrategy.run_step``), and a handler that runs c
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.loops.progress import _ProcessedTracker
+from transformers.utils.logging import disable_progress_bar
 
 NEVER = 1 << 62
+
+
+def quiet_libraries() -> None:
+    """Keep hints about settings that this program decides, and others' progress bars, out of the user's output."""
+    disable_progress_bar()
+    for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
 
 
 def quiet_signals(trainer: pl.Trainer) -> None:

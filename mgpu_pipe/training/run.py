@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +12,9 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from transformers.utils.logging import disable_progress_bar
 
-from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
+from mgpu_pipe.checkpoint.select import newest_valid
 from mgpu_pipe.config.build import build
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.paths import RunPaths
@@ -27,16 +23,16 @@ from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.data.loader import evaluation_windows, train_windows
 from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError, NonFiniteError
-from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
-from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.initial_weights import build_model, reads_slices, starts_from_folder, weights_reader
 from mgpu_pipe.training.length import run_length
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
 from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
@@ -81,7 +77,7 @@ def train(
         CheckpointError, CheckpointSaveError: a checkpoint cannot be read or written.
         BadInputError: the Trainer refuses a callback or a logger.
     """
-    _quiet_lightning()
+    quiet_libraries()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.resolve(config.strategy, world_size)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
@@ -97,7 +93,7 @@ def train(
     total_steps = _horizon(config, reader, max_steps)
 
     try:
-        model, fill = _build_model(config, device, sharded=_reads_slices(config, dims))
+        model, fill = build_model(config, device, sharded=reads_slices(config, dims))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -136,8 +132,8 @@ def train(
         dropout_seed=config.seed if uses_dropout(model) else None,
         stop_requested=lambda: stop_requested() or checkpointer.must_stop,
     )
-    weights_only = reader is None and config.checkpoint.init_from is not None and not _starts_from_folder(config)
-    source = _weights_reader(config) if weights_only else reader
+    weights_only = reader is None and config.checkpoint.init_from is not None and not starts_from_folder(config)
+    source = weights_reader(config) if weights_only else reader
     if source is not None:
         source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
     recorder = StepRecorder(
@@ -202,47 +198,6 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
-    """Whether each rank reads its own parts of a folder's weights, and none the whole."""
-    if config.strategy.engine == "deepspeed":
-        return config.strategy.deepspeed.stage == 3
-    return config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
-
-
-def _build_model(
-    config: RunConfig, device: torch.device, sharded: bool
-) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
-    """The model, and what fills it where it is still on the meta device."""
-    source = config.model
-    if _starts_from_folder(config):
-        source = replace(config.model, type=None, path=config.checkpoint.init_from, config={})
-    if source.path is not None and not sharded:
-        return load_pretrained(source, device, config.model), None
-    if source.path is not None:
-        return build_meta(config.model), FolderWeights(source)
-
-    def fill(model: PreTrainedModel, device: torch.device) -> None:
-        materialise(model, config.seed, device)
-
-    return build_meta(config.model), fill
-
-
-def _starts_from_folder(config: RunConfig) -> bool:
-    """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
-    if config.checkpoint.init_from is None:
-        return False
-    source = Path(config.checkpoint.init_from).expanduser()
-    return not (source / "manifest.json").exists() and (source / "config.json").exists()
-
-
-def _weights_reader(config: RunConfig) -> CheckpointReader:
-    """A collective call: the run that the weights come from may be saving, and ranks that look by themselves would
-    take different steps of it."""
-    keep = config.checkpoint
-    found = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
-    return CheckpointReader(Path(exchange_json(str(found), None)[0]), keep.verify)
-
-
 def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
     if paths.metrics.exists():
         truncate_after(paths.metrics, start_step)
@@ -298,15 +253,6 @@ def _build_trainer(
     )
     quiet_signals(trainer)
     return trainer
-
-
-def _quiet_lightning() -> None:
-    """Keep hints about settings that this program decides, and others' progress bars, out of the user's output."""
-    disable_progress_bar()
-    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
-    logging.getLogger("pytorch_lightning.utilities.rank_zero").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
 
 
 def _result(

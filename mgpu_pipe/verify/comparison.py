@@ -6,8 +6,6 @@ error shows in the step where it is made.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.schedules import build_schedule
@@ -51,7 +49,7 @@ def compare(
     Returns:
         On rank 0 every comparison; elsewhere an empty list.
     """
-    _quiet_lightning()
+    quiet_libraries()
     torch.manual_seed(config.seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -199,10 +197,3 @@ class _Comparison(pl.Callback):
 
 def _relative(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected) if expected else abs(value)
-
-
-def _quiet_lightning() -> None:
-    for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
-    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")

@@ -139,7 +139,6 @@ def _save_zero(folder: str, stage: int) -> None:
 def test_a_deepspeed_folder_is_converted_only_on_trust(
     stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("deepspeed")
     source = tmp_path / "zero"
     run_processes(2, _save_zero, str(source), stage)
     for named in (source, source / "global_step0"):

@@ -15,7 +15,6 @@ from mgpu_pipe.strategies.build_extension import FOLDER
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    pytest.importorskip("deepspeed")
     found, _ = compose(["strategy=zero3_nvme", f"data.cache_dir={tmp_path}"])
     return found
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.training import run
+from mgpu_pipe.training import initial_weights
 from tests.checkpoint.support import save_alone
 from tests.support.processes import run_processes
 
@@ -17,8 +17,8 @@ def _step_of(root: Path) -> int:
     """Rank 1 comes later: another step was saved meanwhile."""
     config = RunConfig()
     config.checkpoint.init_from = str(root)
-    with patch.object(run, "resolve_source", return_value=root / f"step-{4 + dist.get_rank():08d}"):
-        return run._weights_reader(config).manifest.step
+    with patch.object(initial_weights, "resolve_source", return_value=root / f"step-{4 + dist.get_rank():08d}"):
+        return initial_weights.weights_reader(config).manifest.step
 
 
 def test_ranks_that_look_at_different_times_take_the_same_step(tmp_path: Path) -> None:

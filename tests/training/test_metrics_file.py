@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 from mgpu_pipe.errors import RunFolderError
@@ -64,7 +65,6 @@ def test_missing_values_are_empty_cells_and_read_as_nan(tmp_path: Path) -> None:
 
 
 def test_numpy_scalars_are_written_as_plain_numbers(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
     path = tmp_path / "metrics.csv"
     writer = MetricsWriter(path)
     writer.append({"step": 1, "train/loss": numpy.float64(0.1), "lr": numpy.float32(0.5)})

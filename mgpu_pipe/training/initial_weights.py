@@ -1,0 +1,62 @@
+"""Where a run's first weights come from: drawn, a Hugging Face folder, or a checkpoint's weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.select import resolve_source
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.slices import FolderWeights
+from mgpu_pipe.topology import ParallelDims
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
+    """Whether each rank reads its own parts of a folder's weights, and none the whole."""
+    if config.strategy.engine == "deepspeed":
+        return config.strategy.deepspeed.stage == 3
+    return config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
+
+
+def build_model(
+    config: RunConfig, device: torch.device, sharded: bool
+) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
+    """The model, and what fills it where it is still on the meta device."""
+    source = config.model
+    if starts_from_folder(config):
+        source = replace(config.model, type=None, path=config.checkpoint.init_from, config={})
+    if source.path is not None and not sharded:
+        return load_pretrained(source, device, config.model), None
+    if source.path is not None:
+        return build_meta(config.model), FolderWeights(source)
+
+    def fill(model: PreTrainedModel, device: torch.device) -> None:
+        materialise(model, config.seed, device)
+
+    return build_meta(config.model), fill
+
+
+def starts_from_folder(config: RunConfig) -> bool:
+    """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
+    if config.checkpoint.init_from is None:
+        return False
+    source = Path(config.checkpoint.init_from).expanduser()
+    return not (source / "manifest.json").exists() and (source / "config.json").exists()
+
+
+def weights_reader(config: RunConfig) -> CheckpointReader:
+    """A collective call: the run that the weights come from may be saving, and ranks that look by themselves would
+    take different steps of it."""
+    keep = config.checkpoint
+    found = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
+    return CheckpointReader(Path(exchange_json(str(found), None)[0]), keep.verify)
