@@ -33,6 +33,9 @@ def prepare_deepspeed(device: torch.device) -> None:
     """Import DeepSpeed for this device, keep its log to warnings, and let it use the process group there is."""
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+        # As DeepSpeed's launcher does. Without it ZeRO-3 starts a program for every bucket that it reduces, to count
+        # the processor's memory nodes.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     else:  # DeepSpeed takes its device from there, and srun may show this process one GPU alone
         os.environ["LOCAL_RANK"] = str(device.index)
     import deepspeed

@@ -21,7 +21,7 @@ PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytor
            "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
            "transformers.models.qwen3.modeling_qwen3", "transformers.models.mixtral.modeling_mixtral",
            "mgpu_pipe.training.run", "mgpu_pipe.cli", "mgpu_pipe.config.hydra_cli", "mgpu_pipe.launch.join",
-           "mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_deepspeed"]
+           "mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_rest"]
 TIMEOUT_S = 240.0
 
 
