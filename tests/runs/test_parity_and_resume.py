@@ -7,16 +7,15 @@ import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.launch.launching import alive
 from tests.support.command import (
     column,
-    environment,
+    launched,
     metrics,
     mgpu,
     run_folder,
@@ -85,13 +84,14 @@ def test_a_killed_run_goes_on_bit_for_bit(
     )  # fmt: skip
     chance = random.Random(7)
     for at in (6, 17):
-        process = start(cache, tmp_path, *command)
+        process = launched(cache, tmp_path, *command)
         wait_for_step(folder, at, process)
         time.sleep(chance.uniform(0, 0.3))
+        workers = workers_of(process)
+        assert len(workers) == 4
         process.kill()
-        process.wait()
         deadline = time.monotonic() + 30
-        while workers_of(folder):
+        while any(map(alive, workers)):
             assert time.monotonic() < deadline, "workers outlived their launcher"
             time.sleep(0.05)
     mgpu(cache, tmp_path, *command)
@@ -108,12 +108,12 @@ def test_a_killed_worker_is_started_again_where_that_is_asked_for(
     cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = start(cache, tmp_path, *overrides(
+    process = launched(cache, tmp_path, *overrides(
         corpus, "strategy=ddp", "trainer.devices=4", "trainer.max_steps=30", f"run.dir={folder}",
         "checkpoint.every_n_steps=4", "launch.max_restarts=1",
     ))  # fmt: skip
     wait_for_step(folder, 9, process)
-    os.kill(max(workers_of(folder)), signal.SIGKILL)
+    os.kill(workers_of(process)[-1], signal.SIGKILL)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, out + err
     for name in ("train/loss", "train/grad_norm", "val/loss", "lr"):
@@ -125,7 +125,7 @@ def test_sigterm_saves_and_another_number_of_processes_goes_on(
 ) -> None:
     folder = tmp_path / "run"
     command = overrides(corpus, "strategy=ddp", "trainer.max_steps=30", f"run.dir={folder}")
-    process = start(cache, tmp_path, *command, "trainer.devices=4")
+    process = launched(cache, tmp_path, *command, "trainer.devices=4")
     wait_for_step(folder, 7, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
@@ -136,20 +136,6 @@ def test_sigterm_saves_and_another_number_of_processes_goes_on(
     mgpu(cache, tmp_path, *command, "trainer.devices=3", "checkpoint.resume=auto")
     same(column(folder, "train/loss"), column(uninterrupted, "train/loss"), 1e-5)
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
-
-
-def test_a_torchrun_world_is_joined(cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "mgpu_pipe",
-        *overrides(corpus, "strategy=ddp", "trainer.devices=2", "trainer.max_steps=30"),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(cache), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    folders = list((tmp_path / "outputs" / "run").iterdir())
-    assert len(folders) == 1
-    same(column(folders[0], "train/loss"), column(uninterrupted, "train/loss"), 1e-5)
 
 
 def test_multirun_trains_one_run_after_another(cache: Path, corpus: Path, tmp_path: Path) -> None:

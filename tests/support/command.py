@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.program import run_program
+from tests.support.program import ForkedProgram, run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,13 @@ def environment(cache: Path) -> dict[str, str]:
     return {**kept, "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
+def launched(cache: Path, cwd: Path, *arguments: str) -> ForkedProgram:
+    """Start it without waiting for imports."""
+    return ForkedProgram(arguments, cwd, environment(cache))
+
+
 def start(cache: Path, cwd: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start it in an interpreter of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "mgpu_pipe", *arguments], cwd=cwd, env=environment(cache), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
@@ -55,7 +61,7 @@ def column(folder: Path, name: str) -> dict[int, float]:
     return found
 
 
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeout: float = 240) -> None:
+def wait_for_step(folder: Path, step: int, process: ForkedProgram, timeout: float = 240) -> None:
     """Until ``metrics.csv`` has the row of ``step``."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -66,16 +72,9 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str], timeo
     raise AssertionError(f"step {step} was not reached")
 
 
-def workers_of(folder: Path) -> list[int]:
-    """Processes whose command line names the run folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except OSError:
-                continue
-            if str(folder).encode() in line and b"launch.worker" in line and state != "Z":
-                found.append(int(entry.name))
-    return found
+def workers_of(launcher: ForkedProgram) -> list[int]:
+    """The launcher's workers, by rank; its warden is a program of its own."""
+    forked = f"/proc/{launcher.pid}/cmdline"
+    found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes() == Path(forked).read_bytes()]
+

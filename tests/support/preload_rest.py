@@ -13,8 +13,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.runtime.engine
-import deepspeed.runtime.zero.muon
-import functorch.compile
+import deepspeed.runtime.zero.muon  # noqa: F401
+import functorch.compile  # noqa: F401
 import torch._inductor.compile_fx
 import torch._inductor.compiler_bisector  # noqa: F401
 

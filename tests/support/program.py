@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,21 +81,48 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     cli.program()
 
 
+class ForkedProgram:
+    """``mgpu-pipe <arguments>`` under way, in ``cwd`` and with exactly this ``environment``; much of what Popen has."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [str(Path(self._folder.name) / name) for name in ("out", "err")]
+        self._process = preloaded().Process(
+            target=_entry, args=(list(arguments), str(cwd), dict(environment), *self._streams)
+        )
+        self._process.start()
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """Wait for the end; what it wrote to stdout and stderr."""
+        self._process.join(timeout)
+        ended = self.returncode is not None
+        self.kill()
+        out, err = (Path(path).read_text(errors="replace") for path in self._streams)
+        assert ended, f"still running after {timeout} s\n{out[-3000:]}\n{err[-3000:]}"
+        return out, err
+
+
 def run_program(
     arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mgpu-pipe <arguments>`` to its end, in ``cwd`` and with exactly this ``environment``."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, error = Path(folder) / "out", Path(folder) / "err"
-        process = preloaded().Process(
-            target=_entry, args=(list(arguments), str(cwd), dict(environment), str(out), str(error))
-        )
-        process.start()
-        process.join(timeout)
-        ended = process.exitcode is not None
-        if not ended:
-            process.kill()
-            process.join()
-        said = [path.read_text(errors="replace") if path.exists() else "" for path in (out, error)]
-        assert ended, f"still running after {timeout} s: {' '.join(arguments)}\n{said[0][-3000:]}\n{said[1][-3000:]}"
-        return subprocess.CompletedProcess(list(arguments), process.exitcode or 0, *said)
+    program = ForkedProgram(arguments, cwd, environment)
+    out, err = program.communicate(timeout)
+    assert program.returncode is not None
+    return subprocess.CompletedProcess(list(arguments), program.returncode, out, err)
