@@ -6,19 +6,17 @@ same two processes; DeepSpeed clips by its own norm there. ``python -m benchmark
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.processes import run_group
 from benchmarks.support import finish
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
@@ -35,7 +33,7 @@ from mgpu_pipe.training.metrics_file import read_metrics
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.run import train
 
-WORLD, BLOCKS, STEPS, WARM_UP, TIMEOUT_S = 2, 3, 10, 3, 300.0
+WORLD, BLOCKS, STEPS, WARM_UP = 2, 9, 10, 3
 
 
 def framework_block(config: RunConfig, prepared: PreparedData, folder: str) -> list[float]:
@@ -76,11 +74,9 @@ def deepspeed_block(config: RunConfig, prepared: PreparedData) -> list[float]:
     return seconds[WARM_UP:]
 
 
-def worker(rank: int, store: str, folder: str, out: Any) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), DS_ACCELERATOR="cpu")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD,
-                            timeout=timedelta(seconds=TIMEOUT_S))  # fmt: skip
+def measured(folder: str) -> list[float]:
+    """Median seconds of this project's steps, and of DeepSpeed's; on rank 0."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     config, _ = compose(["model=llama_tiny", "strategy=zero3", f"trainer.devices={WORLD}", f"trainer.max_steps={STEPS}",
                          "data.global_batch_size=16", "checkpoint=none", "data.validation_max_samples=8",
                          "logger=none", "trainer.progress=off"])  # fmt: skip
@@ -90,26 +86,12 @@ def worker(rank: int, store: str, folder: str, out: Any) -> None:
     for _ in range(BLOCKS):
         ours += framework_block(config, prepared, folder)
         theirs += deepspeed_block(config, prepared)
-    dist.barrier()
-    dist.destroy_process_group()
-    if rank == 0:
-        out.send([statistics.median(ours), statistics.median(theirs)])
+    return [statistics.median(ours), statistics.median(theirs)] if dist.get_rank() == 0 else []
 
 
 def main() -> None:
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (str(Path(folder) / "store"), str(Path(folder) / "run"), sender)
-        processes = [context.Process(target=worker, args=(rank, *arguments)) for rank in range(WORLD)]
-        (Path(folder) / "run").mkdir()
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            sys.exit("a process failed")
-        ours, theirs = receiver.recv()
+        (ours, theirs), *_ = run_group(WORLD, measured, folder)
     out = finish(
         "deepspeed_time", "ZeRO-3 step, two CPU processes, fp32: mgpu_pipe over DeepSpeed's own engine loop",
         ["model", "mgpu_pipe ms", "DeepSpeed ms", "ratio"], [["llama_tiny", ours * 1e3, theirs * 1e3, ours / theirs]],

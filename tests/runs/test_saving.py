@@ -26,7 +26,7 @@ COMMAND = (
     "logger=none", f"trainer.max_steps={STEPS}", "checkpoint.every_n_steps=3", "checkpoint.keep_last=0",
     "checkpoint.resume=auto", "launch.threads_per_worker=1", "trainer.progress=lines",
 )  # fmt: skip
-SLOW = ("+callbacks.disk._target_=tests.support.disk.SlowDisk", "+callbacks.disk.seconds=0.4")
+SLOW = ("+callbacks.disk._target_=tests.support.disk.SlowDisk", "+callbacks.disk.seconds=0.15")
 FULL = ("+callbacks.disk._target_=tests.support.disk.FullDisk", "+callbacks.disk.steps=[6]", "+callbacks.disk.rank=1")
 
 Start = Callable[..., JoinedRun]
