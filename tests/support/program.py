@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from mgpu_pipe.launch.stop import STOP_SIGNALS
 from tests.support.processes import preloaded
 
 
@@ -36,10 +38,16 @@ class ForkedWorker:
             try:
                 if start_new_session:
                     os.setsid()
+                signal.set_wakeup_fd(-1)
+                for number in (*STOP_SIGNALS, signal.SIGCHLD):
+                    signal.signal(number, signal.SIG_DFL)
                 _take_over(stdout.fileno(), stdout.fileno(), env)
                 _give_up_descriptors(pass_fds)
                 sys.argv = list(argv[2:])
                 runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
             finally:
                 os._exit(1)  # the program leaves by itself
 

@@ -224,7 +224,7 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
         plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, offload=case.offload,
         offload_path=case.offload_path, raw=raw,
     )  # fmt: skip
-    return DeepSpeedStrategy(dims, CPU, settings, seed=SEED, **common, **how)
+    return DeepSpeedStrategy(dims, CPU, settings, seed=case.seed, **common, **how)
 
 
 def copied(pieces: list[Piece]) -> list[Piece]:
