@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from mgpu_pipe.errors import ConfigError
@@ -35,7 +36,7 @@ def prepare_deepspeed(device: torch.device) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
         # As DeepSpeed's launcher does. Without it ZeRO-3 starts a program for every bucket that it reduces, to count
         # the processor's memory nodes.
-        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE") or str(dist.get_world_size()))
     else:  # DeepSpeed takes its device from there, and srun may show this process one GPU alone
         os.environ["LOCAL_RANK"] = str(device.index)
     import deepspeed
