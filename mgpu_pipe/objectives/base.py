@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -48,7 +49,7 @@ LearningRate = Callable[[int], float]
 """The factor of the peak learning rate for a zero-based optimizer step."""
 
 
-class Objective(pl.LightningModule):
+class Objective(pl.LightningModule, ABC):
     """Base of the objectives. A subclass defines :meth:`micro_batch_loss`.
 
     Args:
@@ -73,12 +74,12 @@ class Objective(pl.LightningModule):
         """Build the objective of a run; a subclass reads its own keys of ``config.objective`` here."""
         return cls(model, optimizer_factory, learning_rate)
 
+    @abstractmethod
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the losses of one micro-batch's valid items, a scalar; the strategy divides it.
 
         Its gradient may hold an additive auxiliary loss besides, which its value does not.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no micro_batch_loss")
 
     def start_window(self, window: StepWindow) -> None:
         """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""

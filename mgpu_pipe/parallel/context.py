@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
 from mgpu_pipe.parallel.context_ring import ring_attention
 from mgpu_pipe.parallel.context_split import Method, document_numbers, padded_length, split_micro_batch
@@ -198,7 +199,10 @@ def _attention(
     if sliding_window is not None and sliding_window < context.documents.shape[1]:
         wanted.append(f"sliding_window={sliding_window}")
     if wanted:
-        raise NotImplementedError(f"{type(module).__name__}: context parallelism does not know {', '.join(wanted)}")
+        raise ConfigError(
+            "strategy.cp", context.axis.size, "use strategy.cp=1",
+            f"context parallelism does not compute what {type(module).__name__} asks for: {', '.join(wanted)}",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(context, query, key, value, scale).transpose(1, 2).contiguous(), None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,7 @@ class EngineStrategy(ParallelStrategy):
         self._device = device
 
     @classmethod
+    @abstractmethod
     def from_config(
         cls,
         config: RunConfig,
@@ -67,7 +69,6 @@ class EngineStrategy(ParallelStrategy):
             dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
             stop_requested: whether this process was told to stop.
         """
-        raise NotImplementedError(f"{cls.__name__} defines no from_config")
 
     # -- what training, checkpoints and verification ask --------------------------------------------------------
 
@@ -82,25 +83,25 @@ class EngineStrategy(ParallelStrategy):
         assert isinstance(module, Objective), "strategies train subclasses of mgpu_pipe.objectives.base.Objective"
         return module
 
+    @abstractmethod
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the processes and fill its parameters. A collective call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_step(self, window: StepWindow) -> StepResult:
         """Forward and backward of all micro-batches, reduction, norm, finite check and clipping (not the update).
 
         Raises:
             NonFiniteStep: on every rank alike, before the update.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def run_evaluation(self, window: StepWindow) -> torch.Tensor:
         """This process's sum of losses over the window's micro-batches, a float64 scalar, without gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def zero_gradients(self) -> None:
         """Clear all gradients."""
-        raise NotImplementedError
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over all processes, in place; those that share their samples add zeros but one. Collective.
@@ -109,17 +110,17 @@ class EngineStrategy(ParallelStrategy):
             dist.all_reduce(values)
         return values
 
+    @abstractmethod
     def model_pieces(self) -> list[Piece]:
         """This rank's parts of the (master) weights, as live tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def optimizer_pieces(self) -> list[Piece]:
         """This rank's parts of the optimizer state, as live tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradient_pieces(self) -> list[Piece]:
         """This rank's parts of the gradients, as live tensors."""
-        raise NotImplementedError
 
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
         """Give the optimizer the (empty) state tensors that a checkpoint holds values for.

@@ -18,7 +18,7 @@ def objective_class(name: str) -> type[Objective]:
     """The class that ``objective.name`` names; it is built by its ``from_config``.
 
     Raises:
-        ConfigError: no such name, or what is registered is not a subclass of ``Objective``.
+        ConfigError: no such name, or what is registered is not a whole subclass of ``Objective``.
     """
     return _named("objective.name", name, {"causal_lm": CausalLMObjective}, OBJECTIVE_GROUP, Objective)
 
@@ -27,7 +27,7 @@ def strategy_class(engine: str) -> type[EngineStrategy]:
     """The class that ``strategy.engine`` names; it is built by its ``from_config``.
 
     Raises:
-        ConfigError: no such name, or what is registered is not a subclass of ``EngineStrategy``.
+        ConfigError: no such name, or what is registered is not a whole subclass of ``EngineStrategy``.
     """
     own = {"mesh": MeshStrategy, "deepspeed": DeepSpeedStrategy}
     return _named("strategy.engine", engine, own, STRATEGY_GROUP, EngineStrategy)
@@ -44,5 +44,10 @@ def _named(key: str, name: str, own: dict[str, Any], group: str, base: type) -> 
         raise ConfigError(
             key, name, f"register a subclass of {base.__module__}.{base.__qualname__}",
             f"the entry point {registered[name].value} is none",
+        )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(
+            key, name, f"define {', '.join(missing)}", f"the entry point {registered[name].value} does not say how"
         )
     return found

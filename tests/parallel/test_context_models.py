@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
@@ -187,7 +188,7 @@ def refused(config: ModelConfig) -> str:
     apply_context_parallel(model, dist.group.WORLD, "ring")
     try:
         totals(model, [{name: value[:, :24] % VOCABULARY for name, value in micro_batches(24)[0].items()}])
-    except NotImplementedError as error:
+    except ConfigError as error:
         return str(error)
     return ""
 

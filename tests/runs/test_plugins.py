@@ -27,6 +27,7 @@ acme_numbers = "acme_training:numbers"
 [project.entry-points."mgpu_pipe.objectives"]
 acme_halved = "acme_training:HalvedLoss"
 acme_wrong = "acme_training:numbers"
+acme_unfinished = "acme_training:NoLoss"
 [project.entry-points."mgpu_pipe.strategies"]
 acme_mesh = "acme_training:CountingMesh"
 [tool.setuptools]
@@ -36,6 +37,7 @@ packages = ["acme_training", "acme_training.conf"]
 """
 
 CODE = '''
+from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy
 
@@ -48,6 +50,10 @@ def numbers(config):
 class HalvedLoss(CausalLMObjective):
     def micro_batch_loss(self, batch):
         return 0.5 * super().micro_batch_loss(batch)
+
+
+class NoLoss(Objective):
+    pass
 
 
 class CountingMesh(MeshStrategy):
@@ -101,7 +107,11 @@ def test_its_data_objective_strategy_and_configuration_train(site: Path, cache: 
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
-def test_what_is_no_objective_is_refused(site: Path, cache: Path, tmp_path: Path) -> None:
-    refused = run(site, cache, tmp_path, "objective.name=acme_wrong")
+@pytest.mark.parametrize(
+    ("name", "fix"), [("acme_wrong", "register a subclass of"), ("acme_unfinished", "define micro_batch_loss")]
+)
+def test_what_is_no_objective_is_refused(name: str, fix: str, site: Path, cache: Path, tmp_path: Path) -> None:
+    refused = run(site, cache, tmp_path, f"objective.name={name}")
     assert refused.returncode == 2
-    assert "objective.name=acme_wrong" in refused.stderr and "Traceback" not in refused.stderr
+    assert f"objective.name={name}" in refused.stderr and fix in refused.stderr
+    assert "Traceback" not in refused.stderr
