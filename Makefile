@@ -1,6 +1,7 @@
 # make train   installs into .venv and trains the quickstart model
-# make test    lint, types, import order and every test
-# make test-fast  the tests without those that launch whole runs
+# make test    lint, types, import order and the tests
+# make test-all   the same with the tests that try every case where make test tries some
+# make test-fast  the tests without those that take long
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,16 +11,21 @@ BENCHMARKS := $(VENV)/.benchmarks
 # Processes that share the tests; each of them starts worlds of up to 16 more, so more than the cores is no gain.
 JOBS ?= 2
 
-.PHONY: train test test-fast lint bench clean
+PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
+
+.PHONY: train test test-all test-fast lint bench clean
 
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
 
 test: lint
-	$(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
+	$(PYTEST) -m "not exhaustive"
+
+test-all: lint
+	$(PYTEST)
 
 test-fast: $(DEVELOPMENT)
-	$(BIN)/python -m pytest tests -m "not slow" --numprocesses $(JOBS) --dist loadfile
+	$(PYTEST) -m "not slow and not exhaustive"
 
 lint: $(DEVELOPMENT)
 	$(BIN)/ruff check mgpu_pipe tests benchmarks
