@@ -52,6 +52,12 @@ class PackedDataset:
     def __len__(self) -> int:
         return self.packs.num_samples
 
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        """Positions of the samples ``indices`` that hold no document."""
+        first = self.packs.offsets[indices]
+        chosen = ranges(first, self.packs.offsets[indices + 1] - first)
+        return len(indices) * self.seq_len - int(self.packs.pieces.length[chosen].sum())
+
     def batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
         ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.window.StepWindow` defines them.

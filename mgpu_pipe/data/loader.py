@@ -170,5 +170,6 @@ def _window(
         micro_batches = [dict(zip(whole, view, strict=True)) for view in views]
     return StepWindow(
         step=step, first_sample=first, num_samples=len(samples), micro_batches=micro_batches,
-        normalizer=int(dataset.valid_tokens[samples].sum()),
+        normalizer=int(dataset.valid_tokens[samples].sum()), num_tokens=len(samples) * dataset.seq_len,
+        padding=dataset.padding(samples),
     )

@@ -37,6 +37,10 @@ class StepWindow:
     """This process's share; may be empty or ragged only in the last evaluation window."""
     normalizer: int
     """Valid tokens of the step over all processes; the loss is their sum of losses over this number."""
+    num_tokens: int = 0
+    """Positions that the model computes in the step, over all processes, padding included; 0 where nobody counts."""
+    padding: int = 0
+    """Those of ``num_tokens`` that hold no document."""
 
 
 class ListedWindows:

@@ -69,7 +69,14 @@ def figures(view: RunView) -> list[dict[str, str]]:
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")
     shown = numbers.MISSING if math.isnan(rate) else numbers.count(rate)
-    note = "tokens/s, median" if math.isnan(mfu) else f"tokens/s, median; MFU {100 * mfu:.1f}%"
+    samples, padding = view.final("throughput/samples_per_s"), view.final("throughput/padding")
+    told = [
+        "tokens/s, median",
+        "" if math.isnan(samples) else f"{numbers.figure(samples, 3)} samples/s",
+        f"{100 * padding:.1f}% padding" if padding >= 0.0005 else "",
+        "" if math.isnan(mfu) else f"MFU {100 * mfu:.1f}%",
+    ]
+    note = "; ".join(part for part in told if part)
     found.append(_card("Throughput", shown, note))
     total = view.total_steps
     found.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))

@@ -62,12 +62,12 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
         more: further lines at the end, such as the report's path and how to go on.
     """
     metrics = _mapping(summary.get("metrics"))
-    rate, peak = number(metrics.get("throughput/tokens_per_s")), _peak(_mapping(summary.get("memory")).get("peak_gib"))
+    peak = _peak(_mapping(summary.get("memory")).get("peak_gib"))
     rows = [
         ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}"),
         ("training loss", numbers.fixed(number(metrics.get("train/loss")), 4)),
         ("held-out loss", numbers.fixed(number(metrics.get("val/loss")), 4)),
-        ("throughput", numbers.MISSING if math.isnan(rate) else f"{rate:,.0f} tokens/s"),
+        ("throughput", _throughput(metrics)),
         ("peak memory", numbers.MISSING if math.isnan(peak) else f"{numbers.gibibytes(peak)} a process"),
         ("wall time", numbers.duration(number(summary.get("wall_s")))),
     ]
@@ -78,6 +78,17 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
     for name, value in paths.items():
         if value:
             print_whole(make_console(), f"{name:<15}{value}")
+
+
+def _throughput(metrics: Mapping[str, Any]) -> str:
+    """Tokens that the model computes and samples a second, and how many of the tokens are padding."""
+    tokens, samples, padding = (
+        number(metrics.get(f"throughput/{name}")) for name in ("tokens_per_s", "samples_per_s", "padding")
+    )
+    if math.isnan(tokens):
+        return numbers.MISSING
+    told = "" if math.isnan(samples) else f", {numbers.figure(samples, 3)} samples/s"
+    return f"{tokens:,.0f} tokens/s{told}" + (f" ({100 * padding:.1f}% padding)" if padding >= 0.0005 else "")
 
 
 def _peak(value: object) -> float:

@@ -23,6 +23,8 @@ METRIC_COLUMNS = (
     "train/grad_norm",
     "lr",
     "throughput/tokens_per_s",
+    "throughput/samples_per_s",
+    "throughput/padding",
     "throughput/step_s",
     "throughput/mfu",
     "memory/peak_gib",

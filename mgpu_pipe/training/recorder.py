@@ -10,6 +10,7 @@ import math
 import resource
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -34,6 +35,10 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def _median_rate(amounts: Sequence[int], seconds: Sequence[float]) -> float:
+    return statistics.median(amount / duration for amount, duration in zip(amounts, seconds, strict=True))
 
 
 class StepRecorder(pl.Callback):
@@ -73,7 +78,8 @@ class StepRecorder(pl.Callback):
         self._resume_optimizer = resume_optimizer
         self._open: dict[str, Any] | None = None
         self._step_seconds: list[float] = []
-        self._step_tokens: list[int] = []
+        self._step_work: list[tuple[int, int, int]] = []
+        """Tokens, samples and padding of each step whose time counts."""
         self._mark = 0.0
         self.step = start_step
         self.stopped = False
@@ -108,14 +114,15 @@ class StepRecorder(pl.Callback):
         self.step = batch.step + 1
         if self.step > self._start_step + WARM_UP_STEPS:
             self._step_seconds.append(seconds)
-            self._step_tokens.append(batch.normalizer)
-        tokens_per_s = batch.normalizer / seconds
+            self._step_work.append((batch.num_tokens, batch.num_samples, batch.padding))
         self._open = {
             "step": self.step,
             "train/loss": result.loss,
             "train/grad_norm": result.gradient_norm,
             "lr": outputs["lr"],
-            "throughput/tokens_per_s": tokens_per_s,
+            "throughput/tokens_per_s": batch.num_tokens / seconds,
+            "throughput/samples_per_s": batch.num_samples / seconds,
+            "throughput/padding": batch.padding / max(batch.num_tokens, 1),
             "throughput/step_s": seconds,
         }
         if result.stop:
@@ -148,12 +155,14 @@ class StepRecorder(pl.Callback):
             self._progress.close()
 
     def throughput(self) -> dict[str, float]:
-        """Medians over the run, warm-up steps left out."""
+        """Medians over the run, warm-up steps left out; tokens are those that the model computes, padding included."""
         if not self._step_seconds:
             return {}
-        rates = [n / s for n, s in zip(self._step_tokens, self._step_seconds, strict=True)]
+        tokens, samples, padding = zip(*self._step_work, strict=True)
         found = {
-            "throughput/tokens_per_s": statistics.median(rates),
+            "throughput/tokens_per_s": _median_rate(tokens, self._step_seconds),
+            "throughput/samples_per_s": _median_rate(samples, self._step_seconds),
+            "throughput/padding": sum(padding) / max(sum(tokens), 1),
             "throughput/step_s": statistics.median(self._step_seconds),
         }
         if self._mfu is not None:

@@ -98,6 +98,17 @@ def _together(windows: list[StepWindow], name: str = "input_ids") -> torch.Tenso
     return torch.cat([batch[name] for window in windows for batch in window.micro_batches])
 
 
+def _padding(dataset: PackedDataset, batch: dict[str, torch.Tensor]) -> int:
+    """Positions behind the last document, which ends in its end-of-sequence token; padding is that token too."""
+    padding = 0
+    for labels, ids in zip(batch["labels"], batch["input_ids"], strict=True):
+        held = torch.nonzero(labels != IGNORE_INDEX)[-1, 0] + 1  # the last position with a label, and the one after it
+        full = bool(labels[-1] != IGNORE_INDEX)
+        assert full or bool((ids[held:] == dataset.padding_token_id).all())
+        padding += 0 if full else len(labels) - int(held) - 1
+    return padding
+
+
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 1), (4, 2), (8, 1)])
 def test_a_step_is_the_same_samples_for_any_number_of_processes(
     synthetic: tuple[RunConfig, PreparedData], ranks: int, micro: int
@@ -119,6 +130,8 @@ def test_a_step_is_the_same_samples_for_any_number_of_processes(
         for window in windows:
             assert (window.step, window.first_sample, window.num_samples) == (step, 8 * step, 8)
             assert window.normalizer == normalizer
+            # Padding is the run behind the last document: it alone has no label from its second position on.
+            assert (window.num_tokens, window.padding) == (8 * dataset.seq_len, _padding(dataset, expected))
             assert [len(batch["labels"]) for batch in window.micro_batches] == [micro] * (8 // ranks // micro)
 
 

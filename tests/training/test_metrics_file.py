@@ -33,8 +33,8 @@ def write_steps(path: Path, first: int, last: int, extra: tuple[str, ...] = ()) 
 def test_the_header_is_there_from_the_start_and_is_the_contracts(tmp_path: Path) -> None:
     MetricsWriter(tmp_path / "metrics.csv").close()
     assert (tmp_path / "metrics.csv").read_text() == (
-        "step,train/loss,train/grad_norm,lr,throughput/tokens_per_s,throughput/step_s,throughput/mfu,"
-        "memory/peak_gib,val/loss,val/perplexity\n"
+        "step,train/loss,train/grad_norm,lr,throughput/tokens_per_s,throughput/samples_per_s,throughput/padding,"
+        "throughput/step_s,throughput/mfu,memory/peak_gib,val/loss,val/perplexity\n"
     )
 
 
