@@ -204,9 +204,12 @@ class StrategyConfig:
 
 @dataclass
 class PrecisionConfig:
-    name: Literal["auto", "fp32", "bf16", "bf16_true", "fp16", "fp8"] = "fp32"
+    name: Literal["auto", "fp32", "bf16", "bf16_true", "fp16", "fp8"] = "auto"
     """fp32; bf16, fp16, fp8: compute alone, weights, gradient reduction and optimizer in fp32; bf16_true: everything
-    in bf16; auto: bf16 where it is faster."""
+    in bf16; auto: bf16 on GPUs that have it, else fp32."""
+    tf32: bool = False
+    """Let fp32 matrix products and convolutions on CUDA round their inputs to TF32 (10 bits): faster, and results
+    agree to about 1e-3 instead of 1e-6; for precision=fp32."""
 
 
 @dataclass
@@ -241,8 +244,8 @@ class CheckpointConfig:
 
 @dataclass
 class TrainerConfig:
-    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU."""
+    accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    """auto is cuda where there is a GPU; gpu means cuda."""
     devices: int | Auto = "auto"
     """Processes a node; auto: 1 on CPU, all GPUs on CUDA."""
     num_nodes: int = 1

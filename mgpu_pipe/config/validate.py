@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from mgpu_pipe.config import plugins
-from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, gpu_capability, usable_gpus
+from mgpu_pipe.config.hardware import gpu_capability, usable_gpus
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.slots import slot_errors
 from mgpu_pipe.config.suggest import choose_from
@@ -75,9 +75,9 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
     """Where training runs: the accelerator asked for, else CUDA where torch can use a GPU."""
-    if config.trainer.accelerator != "auto":
-        return config.trainer.accelerator
-    return "cuda" if usable_gpus() else "cpu"
+    if config.trainer.accelerator == "auto":
+        return "cuda" if usable_gpus() else "cpu"
+    return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
 
 def devices_per_node(config: RunConfig) -> int:
@@ -94,20 +94,27 @@ def world_size(config: RunConfig) -> int:
     return devices_per_node(config) * config.trainer.num_nodes
 
 
-BF16_CAPABILITY = (8, 0)
-"""The first GPUs with bf16 units (Ampere)."""
+AMPERE = (8, 0)
+"""The compute capability of the first GPUs with bf16 and TF32 units."""
 Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
 
 
 def resolve_precision(config: RunConfig) -> Precision:
-    """The precision that ``auto`` means here: bf16 on GPUs and CPUs with bf16 units, else fp32."""
+    """The precision that ``auto`` means here: bf16 on GPUs that have it, else fp32."""
     if config.precision.name != "auto":
         return config.precision.name
-    if device_type(config) == "cpu":
-        fast = cpu_is_fast_at_bf16()
-    else:
-        fast = (gpu_capability() or BF16_CAPABILITY) >= BF16_CAPABILITY
-    return "bf16" if fast else "fp32"
+    return "bf16" if device_type(config) == "cuda" and _is_ampere() else "fp32"
+
+
+def uses_tf32(config: RunConfig) -> bool:
+    """Whether fp32 products round their inputs to TF32: asked for, on a GPU that has it, in a run that computes in
+    fp32."""
+    fits = device_type(config) == "cuda" and _is_ampere() and resolve_precision(config) == "fp32"
+    return config.precision.tf32 and fits
+
+
+def _is_ampere() -> bool:
+    return (gpu_capability() or AMPERE) >= AMPERE
 
 
 def _get(config: RunConfig, key: str) -> object:
@@ -210,7 +217,7 @@ def _device_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
     gpus = usable_gpus()
     if gpus == 0:
         fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
-        return [ConfigError("trainer.accelerator", "cuda", fix, "torch can use no GPU here")]
+        return [ConfigError("trainer.accelerator", trainer.accelerator, fix, "torch can use no GPU here")]
     if not joined and trainer.devices != "auto" and trainer.devices > gpus:
         fix = f"use at most {gpus}, or trainer.accelerator=cpu"
         return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 
-from mgpu_pipe.config.hardware import cpu_is_fast_at_fp16, gpu_capability
+from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, cpu_is_fast_at_fp16, gpu_capability
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type
+from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 FP8_CAPABILITY = (8, 9)
@@ -21,9 +22,13 @@ def numerics_errors(config: RunConfig) -> list[BadInputError]:
     return [*_fp8_errors(config), *_offload_errors(config), *_compile_errors(config)]
 
 
-def slow_fp16(config: RunConfig) -> bool:
-    """Whether fp16 would run on a CPU that emulates it."""
-    return config.precision.name == "fp16" and device_type(config) == "cpu" and not cpu_is_fast_at_fp16()
+def emulated_type(config: RunConfig) -> str | None:
+    """The 16-bit type that the run would compute in on a CPU without units for it; None where there are units."""
+    if device_type(config) != "cpu":
+        return None
+    short = resolve_precision(config).removesuffix("_true")
+    units: dict[str, Callable[[], bool]] = {"bf16": cpu_is_fast_at_bf16, "fp16": cpu_is_fast_at_fp16}
+    return short if short in units and not units[short]() else None
 
 
 def _fp8_errors(config: RunConfig) -> list[BadInputError]:

@@ -7,7 +7,7 @@ import shutil
 
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision, world_size
+from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.launch.preflight import model_fields
 from mgpu_pipe.models.count import count_parameters
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
@@ -107,7 +107,8 @@ def _optimizer(config: RunConfig) -> str:
 
 def _precision(config: RunConfig) -> str:
     chosen = resolve_precision(config)
-    return f"{chosen} (auto)" if config.precision.name == "auto" else chosen
+    text = f"{chosen} (auto)" if config.precision.name == "auto" else chosen
+    return f"{text}, matrix products in TF32" if uses_tf32(config) else text
 
 
 def _checkpoint(config: RunConfig) -> str:

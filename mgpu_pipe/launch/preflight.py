@@ -15,7 +15,7 @@ from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
-from mgpu_pipe.launch.numerics import numerics_errors, slow_fp16
+from mgpu_pipe.launch.numerics import emulated_type, numerics_errors
 from mgpu_pipe.launch.offload import offload_errors
 from mgpu_pipe.launch.unused import unused_options
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
@@ -257,8 +257,9 @@ def _notices(config: RunConfig) -> list[Notice]:
     notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
     if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
-    if slow_fp16(config):
-        notices.append(Notice("precision.name", "this CPU emulates fp16: correct, and many times slower than fp32"))
+    if emulated := emulated_type(config):
+        text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
+        notices.append(Notice("precision.name", text))
     if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.sample_prompts:

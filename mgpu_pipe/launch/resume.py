@@ -13,6 +13,7 @@ from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
 from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
 from mgpu_pipe.models.folder import read_config_json
@@ -25,8 +26,8 @@ FIXED = ("seed", "model.type", "model.config", "data.source", "data.seq_len", "d
          "data.global_batch_size", "objective.name", "objective.router_aux_loss",
          "optimizer._target_")  # fmt: skip
 """What decides the run's mathematics; the content of the data is compared by its digest besides."""
-TOLD = ("optimizer", "scheduler", "precision", "model.attn_implementation", "model.freeze", "trainer.gradient_clip_val",
-        "trainer.deterministic")  # fmt: skip
+TOLD = ("optimizer", "scheduler", "precision.tf32", "model.attn_implementation", "model.freeze",
+        "trainer.gradient_clip_val", "trainer.deterministic")  # fmt: skip
 """What may differ with a notice."""
 
 
@@ -80,7 +81,8 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
                         f"the checkpoint {step} was trained with {then}")
             for name, now, then in _differences(key, new, old)
         ]  # fmt: skip
-    if not errors and read_state(step, manifest, "off").get("data_digest") != prepared.digest:
+    state = read_state(step, manifest, "off")
+    if not errors and state.get("data_digest") != prepared.digest:
         changed = [name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data))]
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
         changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
@@ -90,11 +92,10 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
         )  # fmt: skip
     if errors:
         raise ConfigErrors(errors)
-    return [
-        f"resuming with {name}={now} (was {then})"
-        for key in TOLD
-        for name, now, then in _differences(key, _at(config, key), _at(before, key))
-    ]
+    precision = resolve_precision(config)
+    told = [found for key in TOLD for found in _differences(key, _at(config, key), _at(before, key))]
+    told += _differences("precision.name", precision, state.get("precision", precision))
+    return [f"resuming with {name}={now} (was {then})" for name, now, then in told]
 
 
 def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:

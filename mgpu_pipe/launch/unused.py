@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import resolve_precision, world_size
+from mgpu_pipe.config.validate import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims
@@ -18,7 +18,7 @@ SIZES = tuple(ParallelDims().as_dict())
 
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     """Such keys, each with why; a sweep over strategies may well set them."""
-    found = [*_data(config), *_schedule(config), *_checkpoint(config)]
+    found = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config)]
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
         found.append(("run.root", "run.dir says where the run is"))
     if config.strategy.engine in (MESH, ENGINE):  # a plug-in's may read any
@@ -74,6 +74,16 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "scheduler.decay_steps", "scheduler=wsd alone has a decay of its own length"
     if scheduler.name == "constant" and scheduler.min_lr_ratio != DEFAULT.scheduler.min_lr_ratio:
         yield "scheduler.min_lr_ratio", "scheduler=constant stays at the peak"
+
+
+def _tf32(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if not config.precision.tf32 or uses_tf32(config):
+        return
+    precision = resolve_precision(config)
+    if precision != "fp32":
+        yield "precision.tf32", f"the run computes in {precision}; TF32 is for precision=fp32"
+    else:
+        yield "precision.tf32", "TF32 is a mode of CUDA GPUs of compute capability 8.0 and higher"
 
 
 def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.run_view import differing, exponential, load_run, number
 
@@ -46,7 +47,7 @@ def before_table(
     rows = [
         ("model", _model_line(config, parameters)),
         ("topology", f"{dims.describe()}{_and_processes(dims.world_size)} on {device}"),
-        ("strategy", f"{config.strategy.name} ({config.strategy.engine}), {config.precision.name}"),
+        ("strategy", f"{config.strategy.name} ({config.strategy.engine}), {resolve_precision(config)}"),
         ("batch", _batch_line(config, plan)),
         ("data", _data_line(config, prepared)),
         ("training", _training_line(config, prepared)),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type
+from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import MgpuError
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
@@ -145,7 +145,7 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     offloads = dims.dp_shard > 1 and not dims.uses_model_axes
     if device_type(config) == "cuda" and offloads and strategy.offload == "none":
         found.append(Saving("strategy.offload=cpu", state))
-    if config.precision.name == "fp32":
+    if resolve_precision(config) == "fp32":
         found.append(Saving("precision=bf16", activations // 2))
     return found
 

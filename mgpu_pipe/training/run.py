@@ -19,7 +19,7 @@ from mgpu_pipe.config.build import build
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision
+from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.data.loader import evaluation_windows, train_windows
 from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError, NonFiniteError
@@ -40,6 +40,7 @@ from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
 from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.training.tf32 import set_tf32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +99,8 @@ def train(
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(error, rank, config, dims, plan, build_meta(config.model), {}) from error
+    if device.type == "cuda":
+        set_tf32(model, uses_tf32(config))
     settings = model_settings(model.config)
     if reader is not None:
         require_model_settings(reader.state.get("model_config"), settings, reader.folder)
@@ -281,6 +284,7 @@ def _result(
         "topology": dims.as_dict(),
         "strategy": config.strategy.name,
         "precision": precision,
+        "tf32": uses_tf32(config),
         "metrics": metrics,
         "checkpoint": str(checkpoint.relative_to(checkpoint.parents[1])) if checkpoint is not None else None,
         "model": {

@@ -12,6 +12,7 @@ from mgpu_pipe.config import hardware, validate
 from mgpu_pipe.config.compose import compose, compose_checked
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.launch.preflight import preflight, preflight_errors
+from mgpu_pipe.launch.unused import unused_options
 
 CPU = "trainer.accelerator=cpu"
 
@@ -30,6 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     def have(count: int, torch_built_for_cuda: bool = True) -> None:
         monkeypatch.setattr(hardware, "_driver_gpus", lambda: count)
         monkeypatch.setattr(hardware, "torch_has_cuda", lambda: torch_built_for_cuda)
+        monkeypatch.setattr(validate, "gpu_capability", lambda: (9, 0) if count else None)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return have
@@ -169,16 +171,75 @@ def test_visible_devices_are_counted_as_cuda_counts_them(
     assert hardware.gpu_count() == count
 
 
-def test_precision_auto_is_what_the_hardware_is_fast_at(gpus, monkeypatch: pytest.MonkeyPatch):
-    automatic, _ = compose([CPU, "precision=auto"])
-    for fast, name in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(validate, "cpu_is_fast_at_bf16", lambda fast=fast: fast)
-        assert validate.resolve_precision(automatic) == name
-    assert validate.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
+@pytest.fixture
+def bf16_units(monkeypatch: pytest.MonkeyPatch):
+    """Stand in for a CPU with, or without, bf16 units."""
+
+    def have(units: bool) -> None:
+        monkeypatch.setattr(hardware, "_cpu_flags", lambda: frozenset({"avx512_bf16"} if units else ()))
+        hardware.cpu_is_fast_at_bf16.cache_clear()
+
+    yield have
+    monkeypatch.undo()
+    hardware.cpu_is_fast_at_bf16.cache_clear()
+
+
+def test_precision_auto_is_the_default_and_bf16_on_gpus_that_have_it_alone(
+    gpus, bf16_units, monkeypatch: pytest.MonkeyPatch
+):
+    for units in (True, False):
+        bf16_units(units)
+        assert validate.resolve_precision(compose([CPU])[0]) == "fp32"
+        assert validate.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
     gpus(1)
-    for capability, name in (((9, 0), "bf16"), ((7, 5), "fp32")):
+    for capability, name in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
         monkeypatch.setattr(validate, "gpu_capability", lambda capability=capability: capability)
-        assert validate.resolve_precision(compose(["precision=auto"])[0]) == name
+        assert validate.resolve_precision(compose([])[0]) == name
+        assert validate.resolve_precision(compose(["precision=fp32"])[0]) == "fp32"
+
+
+def test_the_quickstart_asks_for_bf16_where_a_cpu_has_units_for_it(gpus, bf16_units):
+    gpus(0)
+    for units, name in ((True, "bf16"), (False, "auto")):
+        bf16_units(units)
+        assert compose(["experiment=quickstart"])[0].precision.name == name
+        assert compose(["experiment=quickstart", "precision=fp32"])[0].precision.name == "fp32"
+    bf16_units(True)
+    gpus(2)
+    assert compose(["experiment=quickstart"])[0].precision.name == "auto"
+
+
+def test_a_cpu_that_emulates_bf16_is_told(bf16_units):
+    for units, told in ((True, []), (False, ["precision.name"])):
+        bf16_units(units)
+        assert [notice.key for notice in preflight(compose([CPU, "precision=bf16"])[0])] == told
+
+
+def test_accelerator_gpu_means_cuda(gpus):
+    gpus(2)
+    config, _ = compose(["trainer.accelerator=gpu", "strategy=ddp"])
+    assert (validate.device_type(config), validate.world_size(config)) == ("cuda", 2)
+    preflight(config)
+    gpus(0)
+    with pytest.raises(ConfigErrors, match=r"trainer\.accelerator=gpu: torch can use no GPU here"):
+        preflight(config)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "used"),
+    [((8, 0), "fp32", True), ((7, 5), "fp32", False), ((8, 0), "bf16", False), ((8, 0), "auto", False)],
+)
+def test_tf32_is_used_where_it_has_an_effect_and_told_where_it_has_none(
+    gpus, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, used: bool
+):
+    gpus(1)
+    monkeypatch.setattr(validate, "gpu_capability", lambda: capability)
+    config, _ = compose(["precision.tf32=true", f"precision={precision}"])
+    assert validate.uses_tf32(config) is used
+    assert [key for key, _ in unused_options(config)] == ([] if used else ["precision.tf32"])
+    assert not validate.uses_tf32(compose([f"precision={precision}"])[0])
+    (notice,) = preflight(compose([CPU, "precision.tf32=true"])[0])
+    assert notice.text.startswith("does nothing here: TF32 is a mode of CUDA GPUs")
 
 
 def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):

@@ -43,7 +43,8 @@ def prepared(config: RunConfig) -> PreparedData:
 @pytest.fixture
 def step(config: RunConfig, prepared: PreparedData, tmp_path: Path) -> Path:
     freeze(config, tmp_path / "config.yaml")
-    return save(tmp_path / "checkpoints", STEP, [], [], {"data_digest": prepared.digest}, tmp_path / "config.yaml")
+    state = {"data_digest": prepared.digest, "precision": "fp32"}
+    return save(tmp_path / "checkpoints", STEP, [], [], state, tmp_path / "config.yaml")
 
 
 def changed(config: RunConfig, key: str, value: object) -> RunConfig:
@@ -61,6 +62,7 @@ def changed(config: RunConfig, key: str, value: object) -> RunConfig:
     [
         ("run.name", "other"), ("data.micro_batch_size", 2), ("trainer.devices", 4), ("trainer.max_steps", 20),
         ("checkpoint.keep_last", 0), ("strategy.name", "ddp"), ("trainer.log_every_n_steps", 7),
+        ("precision.name", "fp32"),
     ],
 )  # fmt: skip
 def test_what_does_not_change_the_result_changes_without_a_word(
@@ -73,7 +75,8 @@ def test_what_does_not_change_the_result_changes_without_a_word(
     ("key", "value"),
     [
         ("optimizer.lr", 1.0), ("optimizer.weight_decay", 0.0), ("scheduler.name", "linear"),
-        ("precision.name", "bf16"), ("trainer.gradient_clip_val", None), ("model.attn_implementation", "eager"),
+        ("precision.name", "bf16"), ("precision.tf32", True),
+        ("trainer.gradient_clip_val", None), ("model.attn_implementation", "eager"),
     ],
 )  # fmt: skip
 def test_what_a_user_may_want_to_change_is_told(
