@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigErrors, MgpuError
+from mgpu_pipe.launch.stop import asks_for_a_run, run_begins, run_ended
+from mgpu_pipe.launch.terminal import outliving_streams
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -36,6 +38,13 @@ def program() -> NoReturn:
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; the return value is its exit code (0, 1, 2 or 75)."""
     words = sys.argv[1:] if arguments is None else arguments
+    if not asks_for_a_run(words):
+        return _main(words)
+    with outliving_streams():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())  # as under `python -m`, so that a user's own classes are found from either
     try:
@@ -148,12 +157,14 @@ def _train(words: list[str]) -> int:
     runs: list[RunPaths] = []
 
     def job(composition: Composition) -> int:
+        run_begins()
         config = _checked(composition)
         from mgpu_pipe.config.paths import RunPaths
         from mgpu_pipe.launch.local import launch
 
 
         result = launch(config, composition.overrides, command)
+        run_ended()
         runs.append(RunPaths(result.folder))
         return result.exit_code
 

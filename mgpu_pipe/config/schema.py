@@ -271,7 +271,7 @@ class LaunchConfig:
     max_restarts: int = 0
     """Times a crashed group of workers is started again (never after a configuration error or a NaN)."""
     stop_timeout: float = 60.0
-    """Seconds that workers get to save and leave after SIGTERM or SIGINT."""
+    """Seconds that workers get to save and leave after a stop signal."""
     collective_timeout: float = 600.0
     """Seconds after which a collective that not all ranks joined fails."""
     threads_per_worker: int | Auto = "auto"

@@ -73,9 +73,9 @@ def join(
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    stop.install(second_leaves=True)
     os.environ.update(joined)
     world = World.from_environment(os.environ)
+    stop.install(second_leaves=True, told=stop.STOPPING if world.rank == 0 else "")
     check_world(config, world)
     threads = threads_per_worker(config, world.local_world_size)
     os.environ.update(worker_environment(threads, one_host=world.local_world_size == world.world_size))

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from mgpu_pipe.launch.preparing import showing_preparation
 from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
 from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
+from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan
 from mgpu_pipe.training.length import run_length
@@ -133,11 +135,16 @@ def _run(
             started=group,
             attempt_environment=environment_of,
             lost=lock.lost,
-            on_stop=lock.stopping,
+            on_stop=partial(_stopping, lock),
         )
     finally:
         group.kill()
         os.close(live)
+
+
+def _stopping(lock: RunLock) -> None:
+    print(STOPPING, file=sys.stderr, flush=True)
+    lock.stopping()
 
 
 def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> LaunchResult:

@@ -7,7 +7,7 @@ import select
 import signal
 from types import FrameType, TracebackType
 
-from mgpu_pipe.launch.stop import STOP_SIGNALS, Insistence
+from mgpu_pipe.launch.stop import Insistence, taken_over
 
 
 class StoppedBeforeTraining(KeyboardInterrupt):
@@ -15,7 +15,7 @@ class StoppedBeforeTraining(KeyboardInterrupt):
 
 
 class SignalInbox:
-    """Takes SIGTERM, SIGINT, SIGUSR1 and SIGCHLD of the main thread while it is open.
+    """Takes the stop signals and SIGCHLD of the main thread while it is open.
 
     At first a stop signal raises :class:`StoppedBeforeTraining` wherever the launcher is; after :meth:`collect`
     it is kept for the supervisor.
@@ -35,8 +35,7 @@ class SignalInbox:
         os.set_blocking(self._read_fd, False)
         os.set_blocking(self._write_fd, False)
         self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            self._before[number] = signal.signal(number, self._on_signal)
+        self._before = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, self._on_signal), **taken_over(self._on_signal)}
         return self
 
     def __exit__(

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
 from mgpu_pipe.launch.failure import Failure, first_failure
 from mgpu_pipe.launch.signals import SignalInbox
@@ -107,7 +109,7 @@ def _watch(
             group.terminate()
             on_stop()
             stop_by = now + stop_timeout
-        reason = _reason_to_kill(inbox, now >= stop_by, stop_timeout, lost())
+        reason = _reason_to_kill(inbox, now >= stop_by, stop_timeout, lost(), plan.paths)
         if reason or now >= crash_by:
             message = message or reason
             killed = frozenset(group.running)
@@ -120,11 +122,13 @@ def _watch(
     return _judge(group, plan, message, killed, stopped=stop_by < float("inf"))
 
 
-def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, lost: str) -> str:
+def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, lost: str, paths: RunPaths) -> str:
     if lost:
         return lost
     if inbox.kill_requested:
-        return "stopped at once by a second signal; the newest saved checkpoint is intact"
+        saved = newest_valid(paths.checkpoints, "fallback", "size")
+        kept = f"the newest saved checkpoint, {saved.path.name}, is intact" if saved else "no checkpoint was saved yet"
+        return f"stopped at once by a second signal; {kept}"
     if too_late:
         return (
             f"launch.stop_timeout={stop_timeout:g}: the workers had not saved and left after that many seconds and "

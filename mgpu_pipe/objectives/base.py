@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,9 +25,16 @@ class StepResult:
     gradient_norm: float
     """Global 2-norm before clipping."""
     stop: bool
-    """Some rank was asked to stop; all leave at this step's boundary."""
+    """Some rank was asked to stop; all leave here."""
     skipped: bool = False
     """No update: under a loss scale the gradients were not finite, on all ranks alike."""
+    abandoned: bool = False
+    """The step was left because of a stop, on all ranks alike: it leaves no trace, and a resume does it again."""
+
+    @classmethod
+    def left(cls) -> StepResult:
+        """Of a step that was abandoned."""
+        return cls(math.nan, math.nan, stop=True, abandoned=True)
 
 
 class StepStrategy(Protocol):
@@ -100,6 +108,9 @@ class Objective(pl.LightningModule, ABC):
         result = strategy.run_step(window)
         if self._optimizer is None:
             self._optimizer = self.optimizers()
+        if result.abandoned:
+            strategy.zero_gradients()
+            return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
         factor = self._learning_rate(window.step)
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor

@@ -155,6 +155,14 @@ class EngineStrategy(ParallelStrategy):
     def pieces_written(self) -> None:
         """To be called once pieces were written into: brings copies of them up to date. A collective call."""
 
+    @property
+    def evaluation_follows(self) -> bool:
+        """Whether the step that is under way is evaluated after it. A stop leaves such a step uncounted: the
+        evaluation may outlast ``launch.stop_timeout``, and a resume, which begins after the step, would never make it.
+        """
+        module = self.lightning_module
+        return module is not None and module.trainer.val_check_batch == 1
+
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
     @property

@@ -30,6 +30,7 @@ from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
+from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
 from mgpu_pipe.strategies.swap_folder import claim
 from mgpu_pipe.strategies.zero_build import Shards, partition_model, values_of, whole_values
 from mgpu_pipe.strategies.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
@@ -91,7 +92,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._materialise = materialise
         self._seed = seed
         self._dropout_seed = dropout_seed
-        self._stop_requested = stop_requested
+        self._stop = MicroBatchStop(stop_requested)
         self._activation_checkpointing = activation_checkpointing
         self._compile_model = compile_model
         self._engine: DeepSpeedEngine | None = None
@@ -229,11 +230,14 @@ class DeepSpeedStrategy(EngineStrategy):
         if self._dropout_seed is not None:
             torch.manual_seed(step_seed(self._dropout_seed, window.step, self.global_rank))
         self.state.clear_gradients()
+        self._stop.begin()
         self._used = dict.fromkeys(self._used, 0.0)
         # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
         scale = self.dims.data_parallel_size / window.normalizer
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(window.micro_batches):
+            if self._stop.leaves(index, len(window.micro_batches)):
+                return StepResult.left()
             engine.set_gradient_accumulation_boundary(index == len(window.micro_batches) - 1)
             loss = self._forward(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
@@ -266,12 +270,13 @@ class DeepSpeedStrategy(EngineStrategy):
             # ZeRO-1 and 2 copy offloaded gradients to pinned memory without waiting, and the norm is of the host's.
             torch.cuda.synchronize(self._device)  # whatever stream of the backward pass copied
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
-        stop = 1.0 if self._stop_requested() else 0.0
-        # One small all-reduce tells every rank the loss, the norm, whether any is to stop, and which gradients exist.
-        told = torch.tensor([stop, *self._used.values()], dtype=torch.float64, device=self._device)
+        # One small all-reduce tells every rank the loss, the norm, what all were told, and which gradients exist.
+        told = torch.tensor([*self._stop.told(), *self._used.values()], dtype=torch.float64, device=self._device)
         facts = self.sum_over_data(torch.cat([loss_sum.reshape(1), squares.reshape(1), told])).tolist()
-        loss, norm, stopping = facts[0] / window.normalizer, facts[1] ** 0.5, facts[2] > 0
-        self._unused = [name for name, used in zip(self._used, facts[3:], strict=True) if not used]
+        loss, norm, stopping = facts[0] / window.normalizer, facts[1] ** 0.5, self._stop.heard(*facts[2:4])
+        self._unused = [name for name, used in zip(self._used, facts[4:], strict=True) if not used]
+        if stopping and self.evaluation_follows:
+            return StepResult.left()
         check_finite(loss, norm, window)
         if self._max_norm is not None and norm + CLIP_EPSILON > self._max_norm:
             self.state.clip(self._max_norm / (norm + CLIP_EPSILON))

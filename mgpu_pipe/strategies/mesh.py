@@ -27,13 +27,14 @@ from mgpu_pipe.parallel.pipeline_balance import layer_costs
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, NonFiniteStep, check_finite
 from mgpu_pipe.strategies.mesh_split import MicroBatch, SplitModel, SplitOptions
+from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
 from mgpu_pipe.topology import ParallelDims
 
 __all__ = ["MeshStrategy", "NonFiniteStep"]
 
 
 class MeshStrategy(EngineStrategy):
-    """Runs whole optimizer steps on a mesh of processes.
+    """Runs whole optimizer steps on a mesh of processes. Made by all ranks alike, a collective call.
 
     The process group exists already when the strategy is made. ``fp32`` data parallelism alone keeps whole weights and
     sums gradients by :class:`~mgpu_pipe.parallel.data.GradientReducer`; everything else goes through FSDP2.
@@ -66,7 +67,7 @@ class MeshStrategy(EngineStrategy):
         self._max_norm = max_norm
         self._materialise = materialise
         self._dropout_seed = dropout_seed
-        self._stop_requested = stop_requested
+        self._stop = MicroBatchStop(stop_requested)
         self._split: SplitModel | None = None
         self._memory: dict[str, int] = {}
         self._loss_scale = LossScale() if self._options.precision == "fp16" else None
@@ -129,10 +130,12 @@ class MeshStrategy(EngineStrategy):
             torch.manual_seed(step_seed(self._dropout_seed, window.step, at))
         split = self.split
         split.facts.begin()
+        self._stop.begin()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         # All at once: context parallelism reads positions on the host, where later ones would wait for the device.
         parts = [split.part_of(micro_batch) for micro_batch in window.micro_batches]
         if split.pipeline is not None:
+            # Its micro-batches are under way together: a step is taken to its end.
             loss_sum = split.pipeline.run_window(parts, window.normalizer, scale)
             activations = split.pipeline.activation_bytes()
             if activations is not None:
@@ -140,6 +143,8 @@ class MeshStrategy(EngineStrategy):
             return self._finish_step(window, loss_sum)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
+            if self._stop.leaves(index, len(parts)):
+                return StepResult.left()
             split.begin_backward(last=index == len(parts) - 1)
             loss = self._forward(part)
             loss.backward(torch.full_like(loss, scale / window.normalizer))
@@ -158,7 +163,10 @@ class MeshStrategy(EngineStrategy):
 
     def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
         parameters = self.split.parameters
-        loss, norm, stop = self.split.end_window(loss_sum, self._stop_requested(), window)
+        loss, norm, heard = self.split.end_window(loss_sum, self._stop.told(), window)
+        stop = self._stop.heard(*heard)
+        if stop and self.evaluation_follows:
+            return StepResult.left()
         if "gradients" not in self._memory:
             self._memory["gradients"] = storage_bytes(
                 (p.grad for p in parameters if p.grad is not None), self._device.type

@@ -222,10 +222,12 @@ class SplitModel:
         with in_sequences(self._objective.model, part):
             return self._objective.micro_batch_loss(part)
 
-    def end_window(self, loss_sum: torch.Tensor, stop: bool, window: StepWindow) -> tuple[float, float, bool]:
+    def end_window(
+        self, loss_sum: torch.Tensor, told: list[float], window: StepWindow
+    ) -> tuple[float, float, list[float]]:
         """See :meth:`WindowFacts.end`."""
         own = loss_sum if self.counts_its_loss else torch.zeros_like(loss_sum)
-        return self.facts.end(own, stop, window, self._reduce_axes)
+        return self.facts.end(own, told, window, self._reduce_axes)
 
     def _reduce_axes(self) -> None:
         if "tp" in self._groups:

@@ -62,9 +62,9 @@ class WindowFacts:
                 parameter.grad = None
 
     def end(
-        self, loss_sum: torch.Tensor, stop: bool, window: StepWindow, reduce_axes: Callable[[], None]
-    ) -> tuple[float, float, bool]:
-        """The window's global loss, gradient norm, and whether any rank is to stop; equal on all. A collective call.
+        self, loss_sum: torch.Tensor, told: list[float], window: StepWindow, reduce_axes: Callable[[], None]
+    ) -> tuple[float, float, list[float]]:
+        """The window's global loss, gradient norm, and the sums of ``told`` over the ranks. A collective call.
 
         Gradients that no process produced are None afterwards, as in one process, and not the zeros that were reduced.
 
@@ -72,26 +72,28 @@ class WindowFacts:
             loss_sum: this rank's part of the sum of losses, a float64 scalar.
             reduce_axes: sums, where the model is cut, what its ranks have parts of.
         """
-        told = torch.tensor([1.0 if stop else 0.0], dtype=torch.float64, device=self._device)
-        facts = torch.cat([loss_sum.reshape(1), told])
+        own = torch.tensor(told, dtype=torch.float64, device=self._device)
+        facts = torch.cat([loss_sum.reshape(1), own])
+        first_flag = len(facts)
         used, parameters = self._seen()
         if self._counted is None:
-            # One small all-reduce tells every rank the loss, whether any is to stop, and which gradients exist.
+            # One small all-reduce tells every rank the loss, what all were told, and which gradients exist.
             flags = torch.tensor(used, dtype=torch.float64, device=self._device)
             facts = _summed(torch.cat([facts, flags]))
-            unused = facts[2:] == 0
+            unused = facts[first_flag:] == 0
             norm = gradient_norm(self._parameters, self._device)
             # One copy to the host for all that it decides.
-            values = torch.stack([facts[0] / window.normalizer, facts[1], norm, unused.sum().double()]).tolist()
-            _forget(unused, parameters, values[3])
-            return values[0], values[2], values[1] > 0
+            decided = [facts[0] / window.normalizer, norm, unused.sum().double(), *facts[1:first_flag]]
+            loss, total, missing, *heard = torch.stack(decided).tolist()
+            _forget(unused, parameters, missing)
+            return loss, total, heard
         facts = _summed(facts)
         unused = self._unused_of(used, parameters)
         _forget(unused, parameters, float(unused.sum()))
         reduce_axes()
         norm = counted_norm(self._parameters, self._counted, self._device)
-        values = torch.stack([facts[0] / window.normalizer, facts[1], norm]).tolist()
-        return values[0], values[2], values[1] > 0
+        loss, total, *heard = torch.stack([facts[0] / window.normalizer, norm, *facts[1:]]).tolist()
+        return loss, total, heard
 
     def _seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
         """Wait for what is being reduced; which of these parameters got a gradient on this process."""

@@ -111,6 +111,11 @@ class StepRecorder(pl.Callback):
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         result: StepResult = outputs["result"]
+        if result.stop:
+            self.stopped = True
+            stop_after_this_step(trainer)
+        if result.abandoned:
+            return
         self.step = batch.step + 1
         if self.step > self._start_step + WARM_UP_STEPS:
             self._step_seconds.append(seconds)
@@ -125,9 +130,6 @@ class StepRecorder(pl.Callback):
             "throughput/padding": batch.padding / max(batch.num_tokens, 1),
             "throughput/step_s": seconds,
         }
-        if result.stop:
-            self.stopped = True
-            stop_after_this_step(trainer)
         if result.stop or not self._evaluation_due(self.step):
             self._close_step(trainer)
 

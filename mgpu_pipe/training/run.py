@@ -151,9 +151,6 @@ def train(
         reader=source,
         resume_optimizer=not weights_only,
     )
-    if reader is not None and start_step >= max_steps:  # killed after the last save: the fit restores, and ends
-        recorder.metrics.update(reader.state["metrics"])
-        checkpointer.last_path = resume
     held_out = evaluation_windows(prepared, plan, dims.data_parallel_rank(rank))
     try:
         trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
@@ -186,6 +183,10 @@ def train(
         if writer is not None:
             writer.sync()
             writer.close()
+    no_step_done = reader is not None and recorder.step == start_step  # killed after the last save, or stopped at once
+    if reader is not None and no_step_done and (reader.folder.parent == paths.checkpoints or start_step >= max_steps):
+        recorder.metrics.update(reader.state["metrics"])
+        checkpointer.last_path = resume
     return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, num_parameters)
 
 

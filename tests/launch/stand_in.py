@@ -66,6 +66,8 @@ def main() -> None:
         time.sleep(600)
     if behaviour == "stop":
         wait_for_stop(75)
+    if behaviour == "stop_in_a_second":
+        wait_for_stop(75, after=1.0)
     if behaviour == "stop_slowly":
         wait_for_stop(75, after=600)
     if behaviour == "all_reduce":

@@ -12,7 +12,9 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,35 @@ def test_a_stopped_run_of_torchrun_ends_well_and_says_so(place: Path) -> None:
     os.kill(int(worker), signal.SIGTERM)
     run_to_end(agent)
     assert summary_of(folder)["status"] == "stopped"
+
+
+def test_a_terminal_that_is_closed_stops_the_run_after_saving(place: Path) -> None:
+    """The kernel sends SIGHUP to the session, and whatever is printed afterwards fails."""
+    ours, theirs = pty.openpty()
+    folder = place / "closed"
+    shell = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", shell, *PROGRAM, *COMMON, "trainer.devices=1", f"run.dir={folder}",
+         "trainer.max_steps=100000"],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=place, env=environment_at(place), start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    reader = threading.Thread(target=_read_all, args=(ours,), daemon=True)
+    reader.start()
+    wait_for_step(folder, 3)
+    process.send_signal(signal.SIGSTOP)  # so that the terminal is gone before anything is printed
+    os.close(ours)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(120) == 75
+    summary = summary_of(folder)
+    assert summary["status"] == "stopped" and (folder / str(summary["checkpoint"]) / "manifest.json").exists()
+    assert (folder / "report.html").exists()
+
+
+def _read_all(fd: int) -> None:
+    with suppress(OSError):
+        while os.read(fd, 65536):
+            continue
 
 
 def test_on_a_terminal_a_bar_is_drawn_and_the_log_stays_plain(place: Path) -> None:

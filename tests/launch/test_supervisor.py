@@ -96,7 +96,7 @@ def test_restarts_end(run: Path) -> None:
     assert outcome == ["failed", 2, ""]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_signal_lets_the_workers_save_and_gives_75(run: Path, number: signal.Signals) -> None:
     launcher = start_launcher(run, "stop", 2)
     worker_pids(run, 2)
@@ -114,8 +114,34 @@ def test_a_second_interrupt_leaves_at_once(run: Path) -> None:
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
-    assert "second signal" in out
+    assert "second signal; no checkpoint was saved yet" in out
     assert not any(map(alive, pids))
+
+
+def test_a_hang_up_is_no_second_request(run: Path) -> None:
+    launcher = start_launcher(run, "stop_in_a_second", 2)
+    worker_pids(run, 2)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(2 * SAME_SIGNAL_S)
+    launcher.send_signal(signal.SIGHUP)  # a closed terminal's kernel and shell both send it
+    out, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 75, out
+
+
+def test_what_nohup_ignores_stays_ignored(run: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher, as from nohup(1)
+    try:
+        launcher = start_launcher(run, "stop", 2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    pids = worker_pids(run, 2)
+    for pid in (launcher.pid, *pids):
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(2 * SAME_SIGNAL_S)
+    assert launcher.poll() is None and all(map(alive, pids))
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 75
 
 
 def test_a_stop_before_a_worker_listens_is_a_stop(run: Path) -> None:

@@ -130,6 +130,7 @@ def test_sigterm_saves_and_another_number_of_processes_goes_on(
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, out + err
+    assert "stopping after this step and saving; Ctrl-C again leaves at once" in err
     stopped = json.loads((folder / "summary.json").read_text())
     assert stopped["status"] == "stopped" and stopped["step"] < 30
     assert (folder / stopped["checkpoint"] / "manifest.json").exists()

@@ -80,13 +80,13 @@ def _give_up_descriptors(kept: Sequence[int]) -> None:
 def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
     os.chdir(cwd)
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
-    from mgpu_pipe import cli
+    from mgpu_pipe import __main__
     from mgpu_pipe.launch import workers
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
     workers.subprocess = substitute
     sys.argv = ["mgpu-pipe", *arguments]
-    cli.program()
+    __main__.program()
 
 
 class ForkedProgram:
