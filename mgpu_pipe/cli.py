@@ -27,6 +27,9 @@ WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
 
 def program() -> NoReturn:
     """The command ``mgpu-pipe``."""
+    from mgpu_pipe.launch.threads import limit_threads
+
+    limit_threads(os.environ)
     code = main()
     if "torch" in sys.modules:
         from mgpu_pipe.launch.leave import leave

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.launch.threads import limit_threads
 from tests.support.tables import (  # noqa: F401  pytest finds hooks here
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
+limit_threads(os.environ)
 
 
 @pytest.fixture(scope="session")

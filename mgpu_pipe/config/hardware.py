@@ -100,5 +100,47 @@ def cpu_is_fast_at_fp16() -> bool:
 
 
 def cpu_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may keep busy: those of its affinity mask, as far as its control groups give it time."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+@functools.lru_cache(maxsize=None)
+def _cpu_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores' worth of time that the control groups of this process leave it, versions 1 and 2; None without a limit.
+
+    Containers and batch systems limit time this way; the affinity mask does not show it.
+    """
+    try:
+        memberships = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    quotas = []
+    for _, controllers, path in memberships:
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mounts = [groups / controllers, groups / "cpu"] if controllers else [groups]
+        for mount in mounts:
+            folder = mount / path.lstrip("/")  # not there inside a container, whose mount begins at its own group
+            for group in (folder, *folder.parents):
+                if group != mount and mount not in group.parents:
+                    break
+                quotas.append(_quota_of(group))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """Of one control group: its time in a period over the period."""
+    try:
+        words = (group / "cpu.max").read_text().split()  # version 2
+    except OSError:
+        try:
+            words = [(group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+        except OSError:
+            return None
+    try:
+        quota, period = int(words[0]), int(words[1])
+    except (IndexError, ValueError):  # "max": no limit
+        return None
+    return quota / period if quota > 0 and period > 0 else None

@@ -275,7 +275,7 @@ class LaunchConfig:
     collective_timeout: float = 600.0
     """Seconds after which a collective that not all ranks joined fails."""
     threads_per_worker: int | Auto = "auto"
-    """Compute threads a worker; auto is cores divided by workers, at least 1."""
+    """Compute threads a worker; auto: usable cores (affinity, CPU quota) / workers on this machine, at least 1."""
 
 
 @dataclass

@@ -12,7 +12,6 @@ Every name is a hash of what the content depends on, so a stale folder is never 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import packing, unigram
@@ -199,7 +199,7 @@ def _tokenise(
     identity = {"source": source.identity, "tokenizer": tokenizer.digest, "format": _FORMAT}
     folder = cache / "tokens" / digest_of(identity)
     asked = config.data.tokenize_workers
-    workers = len(os.sched_getaffinity(0)) if asked == "auto" else asked
+    workers = cpu_cores() if asked == "auto" else asked
     build_once(folder, lambda out: write_tokens(
         out, encode_all(spec, source.documents(), workers), {"name": source.name, **identity}, source.size, progress
     ))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mgpu_pipe
 from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.launch.threads import WAITING_VARIABLES, Threads
 
 PACKAGES = (
     "torch", "pytorch-lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "numpy",
@@ -24,8 +25,8 @@ COMMAND_TIMEOUT_S = 10.0
 GIB = 2**30
 
 
-def describe_environment(command: Sequence[str], threads_per_worker: int, world_size: int) -> dict[str, object]:
-    """Everything but secrets: no environment variable is taken along."""
+def describe_environment(command: Sequence[str], threads: Threads, world_size: int) -> dict[str, object]:
+    """Everything but secrets: of the environment's variables, only how threads wait is taken along."""
     return {
         "started": time.time(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -42,7 +43,9 @@ def describe_environment(command: Sequence[str], threads_per_worker: int, world_
         "gpus": _gpus(),
         "git": _git(),
         "workers": world_size,
-        "threads_per_worker": threads_per_worker,
+        "threads_per_worker": threads.per_worker,
+        "threads_rule": threads.rule,
+        "threads_wait": {name: os.environ[name] for name in WAITING_VARIABLES if name in os.environ},
     }
 
 

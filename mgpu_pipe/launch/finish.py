@@ -116,4 +116,5 @@ def _device(config: RunConfig, environment: Mapping[str, object]) -> str:
     gpus = environment.get("gpus")
     if device_type(config) == "cuda" and isinstance(gpus, list) and gpus:
         return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"
-    return f"{cpu_cores()} CPU cores"
+    threads = environment["threads_per_worker"]
+    return f"{cpu_cores()} CPU cores, {threads} thread{'' if threads == 1 else 's'} each"

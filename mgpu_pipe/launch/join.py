@@ -33,6 +33,7 @@ from mgpu_pipe.launch.parent_death import LIFELINE_FD, die_with_parent
 from mgpu_pipe.launch.resume import resume_step
 from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.supervisor import Outcome
+from mgpu_pipe.launch.threads import choose_threads
 from mgpu_pipe.launch.workers import open_log
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def join(
     Raises:
         BadInputError: the configuration does not fit the world or is not the other ranks', or the run cannot start.
     """
-    from mgpu_pipe.launch.local import LaunchResult, threads_per_worker, worker_environment
+    from mgpu_pipe.launch.local import LaunchResult, worker_environment
 
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -77,8 +78,8 @@ def join(
     world = World.from_environment(os.environ)
     stop.install(second_leaves=True, told=stop.STOPPING if world.rank == 0 else "")
     check_world(config, world)
-    threads = threads_per_worker(config, world.local_world_size)
-    os.environ.update(worker_environment(threads, one_host=world.local_world_size == world.world_size))
+    threads = choose_threads(config, world.local_world_size)
+    os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
     with ExitStack() as held:
         store = _meet(config)
         offer = _lead(config, world, overrides, command, store, held) if world.rank == 0 else _follow(config, store)
@@ -142,7 +143,7 @@ def _lead(
 def _settle(
     config: RunConfig, world: World, overrides: Sequence[str], command: Sequence[str], folder: RunFolder
 ) -> _Offer:
-    from mgpu_pipe.launch.local import announce_resume, prepare_data, threads_per_worker
+    from mgpu_pipe.launch.local import announce_resume, prepare_data
 
     paths = folder.paths
     run_folder.check_unused(folder)
@@ -152,7 +153,7 @@ def _settle(
         return _Offer(str(paths.root), config_hash(config), "", attempt, train=False)
     try:
         step = resume_step(config, paths)
-        threads = threads_per_worker(config, world.local_world_size)
+        threads = choose_threads(config, world.local_world_size)
         environment = {**describe_environment(command, threads, world.world_size), "launch": _this_launch()}
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import freeze
-from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import world_size
@@ -27,6 +26,7 @@ from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.threads import choose_threads
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan
 from mgpu_pipe.training.length import run_length
 
@@ -98,7 +98,7 @@ def _run(
 ) -> Outcome:
     """Start the workers, which import while the data is prepared, let them train, and watch them to their end."""
     paths, world = folder.paths, world_size(config)
-    threads = threads_per_worker(config, world)
+    threads = choose_threads(config, world)
     step = resume_step(config, paths)
     first = run_folder.next_attempt(paths)
     live = os.dup(2)
@@ -106,7 +106,7 @@ def _run(
         argv=[sys.executable, *WORKER, str(paths.root)],
         world_size=world,
         paths=paths,
-        environment=worker_environment(threads),
+        environment=worker_environment(threads.per_worker),
         live_fd=live,
         inherited_fds=(lock.fd,),
     )
@@ -182,12 +182,6 @@ def announce_resume(config: RunConfig, prepared: PreparedData, paths: RunPaths, 
     elif config.checkpoint.init_from is not None:
         for notice in check_init_from(config, prepared):
             print(f"note: {notice}", file=sys.stderr)
-
-
-def threads_per_worker(config: RunConfig, workers: int) -> int:
-    """The one rule of threads: cores divided by the workers on this machine, at least one."""
-    asked = config.launch.threads_per_worker
-    return max(1, cpu_cores() // workers) if asked == "auto" else asked
 
 
 def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:

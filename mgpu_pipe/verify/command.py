@@ -14,10 +14,11 @@ from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
 from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.extensions import prepare_extensions
-from mgpu_pipe.launch.local import threads_per_worker, worker_environment
+from mgpu_pipe.launch.local import worker_environment
 from mgpu_pipe.launch.run_folder import choose_folder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.threads import choose_threads
 from mgpu_pipe.launch.workers import WorkerPlan
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.bounds import Worst
@@ -52,7 +53,7 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     paths = choose_folder(named).paths
     freeze(small.config, paths.config)
     freeze(config, paths.root / CONFIGURED)
-    threads = threads_per_worker(config, dims.world_size)
+    threads = choose_threads(config, dims.world_size)
     environment = describe_environment(["mgpu-pipe", "verify", *overrides], threads, dims.world_size)
     title = f"{config.model.name}, {config.strategy.name}: {dims.describe()}, {small.config.precision.name}"
     print(f"verifying {title}, {small.config.trainer.max_steps} steps on CPU processes", file=sys.stderr)
@@ -60,7 +61,7 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
         print(f"note: {line}", file=sys.stderr)
     with SignalInbox() as inbox:
         try:
-            outcome = _run_workers(paths, dims.world_size, threads, inbox)
+            outcome = _run_workers(paths, dims.world_size, threads.per_worker, inbox)
         except StoppedBeforeTraining:
             outcome = Outcome("failed", EXIT_FAILURE, 1, message=STOPPED)
         stopped = inbox.stop_requested
