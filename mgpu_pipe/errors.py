@@ -82,13 +82,23 @@ class CheckpointSaveError(MgpuError):
 
 
 class NonFiniteError(MgpuError):
-    """The loss or the gradient norm became NaN or infinite; raised by all ranks before the update."""
+    """Something became NaN or infinite: the loss or the gradient norm, told before the update, or, by the update, a
+    weight or the optimizer's state, told when it is to be saved. Raised by all ranks.
 
-    def __init__(self, what: str, step: int, first_sample: int, last_sample: int, last_good: Path | None) -> None:
-        good = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was written yet"
+    Args:
+        last_good: the newest checkpoint that a finite step followed.
+        updated: the update was made; else it was not.
+    """
+
+    def __init__(
+        self, what: str, step: int, first_sample: int, last_sample: int, last_good: Path | None, updated: bool = False
+    ) -> None:
+        done = "no checkpoint is written of it" if updated else "the update was not applied"
+        good = f"the last good checkpoint is {last_good}" if last_good else "there is no good checkpoint before it"
         super().__init__(
-            f"{what} is not finite at step {step} (samples {first_sample} to {last_sample}): the update was not "
-            f"applied and {good}; lower optimizer.lr, set trainer.gradient_clip_val, or look at those samples"
+            f"{what} is not finite {'after' if updated else 'at'} step {step} (samples {first_sample} to "
+            f"{last_sample}): {done} and {good}; lower optimizer.lr, set trainer.gradient_clip_val, or look at those "
+            f"samples"
         )
 
 

@@ -101,9 +101,9 @@ class BackgroundSaver:
         return self._thread is not None and self._thread.is_alive()
 
     @property
-    def failed(self) -> bool:
-        """Whether a save failed whose error :meth:`wait` has not given back yet. Not collective."""
-        return self._error is not None
+    def error(self) -> Exception | None:
+        """Why a save failed, until :meth:`wait` has given it back. Not collective."""
+        return self._error
 
     def running_anywhere(self) -> bool:
         """Whether any rank's part of a save is still going on; the same on all."""

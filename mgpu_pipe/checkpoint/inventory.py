@@ -15,6 +15,7 @@ from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord
 from mgpu_pipe.checkpoint.integrity import MAX_SMALL_FILE_BYTES, Verify, hashing_pool, read_state
 from mgpu_pipe.checkpoint.manifest import Manifest, read_manifest
+from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.errors import CheckpointError, RunFolderError
 
@@ -35,6 +36,9 @@ class Step:
     """Content of state.json, as far as it can be read."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration it was saved under, as written (nothing of the environment), as far as it can be read."""
+
+    ruined: bool = False
+    """No finite step followed it (see ``checkpoint.ruined``)."""
 
     @property
     def whole(self) -> bool:
@@ -101,7 +105,7 @@ def look_at(step: int, folder: Path, verify: Verify) -> Step:
         state = read_state(folder, manifest, "off")
     except CheckpointError as error:
         faults = faults or [str(error)]
-    return Step(step, folder, saved, nbytes, tuple(faults), state, config)
+    return Step(step, folder, saved, nbytes, tuple(faults), state, config, step in ruined_steps(folder.parent))
 
 
 def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:

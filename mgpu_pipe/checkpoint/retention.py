@@ -6,23 +6,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mgpu_pipe.checkpoint import layout
+from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.checkpoint.select import list_steps
 
 
 def kept(
-    steps: Sequence[int], keep_last: int, keep_every: int | None = None, best_steps: Sequence[int] = ()
+    steps: Sequence[int],
+    keep_last: int,
+    keep_every: int | None = None,
+    best_steps: Sequence[int] = (),
+    followed_before: int | None = None,
 ) -> Mapping[int, str]:
-    """The steps that stay, each with why: ``last``, ``every N`` or ``best``.
+    """The steps that stay, each with why: ``last``, ``followed``, ``every N`` or ``best``.
+
+    Weights can be finite and ruined all the same, which the next step shows. So the newest checkpoint that a finite
+    step followed stays until a newer one was followed by one too.
 
     Args:
         steps: whole checkpoints, ascending. The newest always stays; ``keep_last=0`` keeps all.
+        followed_before: a finite step followed each of ``steps`` below this one; None: each but the newest.
     """
     last = steps if keep_last == 0 else steps[-max(1, keep_last) :]
     found = dict.fromkeys(last, "last")
+    for step in followed(steps, followed_before)[-1:]:
+        found.setdefault(step, "followed")
     if keep_every:
         found.update({step: f"every {keep_every}" for step in steps if step % keep_every == 0 and step not in found})
     found.update({step: "best" for step in best_steps if step in steps and step not in found})
     return found
+
+
+def followed(steps: Sequence[int], before: int | None = None) -> Sequence[int]:
+    """Those of ``steps``, ascending, that a finite step followed; ``before`` as in :func:`kept`."""
+    return steps[:-1] if before is None else [step for step in steps if step < before]
 
 
 def best(metrics: Mapping[int, float | None], count: int) -> list[int]:
@@ -38,12 +54,14 @@ def prune(
     keep_every: int | None = None,
     best_steps: Sequence[int] = (),
     newest: int | None = None,
+    followed_before: int | None = None,
 ) -> list[int]:
     """Delete the checkpoints that nothing asks to keep.
 
     Kept: the newest ``keep_last`` (0 keeps all), the multiples of ``keep_every``, the ``best_steps``, and always the
-    newest. Only checkpoints that are whole count and only those are deleted: a damaged one neither takes a good
-    one's place nor vanishes before somebody looked at it. A deleted step is first renamed out of sight.
+    newest and the newest that a finite step followed (see :func:`kept`). Only checkpoints that are whole and not
+    known to be ruined count, and only those are deleted: another one neither takes a good one's place nor vanishes
+    before somebody looked at it. A deleted step is first renamed out of sight.
 
     Args:
         newest: the step that was just saved. Later ones are of a past that the run did not go on from, because their
@@ -58,8 +76,9 @@ def prune(
     if keep_last == 0:
         return []
     steps = [info.step for info in list_steps(root, verify="size") if info.valid]
-    steps = [step for step in steps if newest is None or step <= newest]
-    staying = kept(steps, keep_last, keep_every, best_steps)
+    ruined = ruined_steps(root)
+    steps = [step for step in steps if (newest is None or step <= newest) and step not in ruined]
+    staying = kept(steps, keep_last, keep_every, best_steps, followed_before)
     doomed = [step for step in steps if step not in staying]
     for step in doomed:
         layout.delete(root, step)

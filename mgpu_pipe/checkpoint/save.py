@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.checkpoint.boxes import Box, Piece
-from mgpu_pipe.checkpoint.chunks import FileRecord, record_of
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, record_of
 from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
+from mgpu_pipe.checkpoint.finite import NotFinite, all_finite
 from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
 from mgpu_pipe.checkpoint.plan import Held, plan_files
@@ -57,6 +58,8 @@ def save(
     Raises:
         CheckpointSaveError: on all ranks, when anything failed on any of them. What was committed before is
             untouched, and the partial folder is gone.
+        NotFinite: on all ranks, when a weight or a part of the optimizer's state is infinite or NaN on any of them;
+            likewise.
     """
     plan = Planner().plan(root, step, model, optimizer, group)
     return write(root, step, plan, model, optimizer, state, config_file, group)
@@ -121,13 +124,17 @@ def write(
             layout.clean(root)
             files.make_folder(folder)
 
-    def write_mine() -> list[tuple[str, int, list[str]]]:
+    def write_mine() -> dict[str, Any]:
         texts = _texts(step, state, config_file) if rank == 0 else {}
-        return write_files(folder, rank, step, plan, model, optimizer, texts)
+        try:
+            return {"files": write_files(folder, rank, step, plan, model, optimizer, texts)}
+        except NotFinite as error:
+            return {"files": [], "not_finite": error.what}
 
     def finish() -> None:
         if rank == 0:
-            records = {name: FileRecord(size, tuple(hashes)) for part in written for name, size, hashes in part}
+            listed = [file for part in written for file in part["files"]]
+            records = {name: FileRecord(size, tuple(hashes)) for name, size, hashes in listed}
             before_manifest()
             _write_manifest(folder, step, plan, records)
             layout.commit(root, step)
@@ -135,8 +142,11 @@ def write(
     try:
         together(begin, failed, group)
         written = together(write_mine, failed, group)
+        for part in written:
+            if "not_finite" in part:
+                raise NotFinite(part["not_finite"])
         together(finish, failed, group)
-    except CheckpointSaveError:
+    except (CheckpointSaveError, NotFinite):
         if rank == 0:
             _clean_up(root)
         exchange_json(None, group)  # no rank goes on before the partial folder is gone
@@ -189,6 +199,9 @@ def write_files(
 
     Returns:
         Name, size in bytes and chunk hashes of each.
+
+    Raises:
+        NotFinite: a tensor holds infinity or NaN.
     """
     with ThreadPoolExecutor(len(layout.KINDS) + 1, thread_name_prefix="checkpoint-write") as pool:
         jobs = [
@@ -214,7 +227,7 @@ def _write_tensors(
     if not entries:
         return {}
     entries = file_order(entries)
-    data = _host_bytes(mine[entry.name] for entry in entries)
+    data = _finite_bytes(kind, ((entry.dtype, mine[entry.name]) for entry in entries))
     return {name: write_tensor_file(folder / name, entries, file_metadata(kind, step), data)}
 
 
@@ -229,9 +242,20 @@ def file_metadata(kind: str, step: int) -> dict[str, str]:
     return {"format": "pt", "kind": kind, "step": str(step)}
 
 
-def _host_bytes(pieces: Iterator[Piece]) -> Iterator[memoryview]:
-    for piece in pieces:
-        yield from host_bytes(piece.tensor)
+def _finite_bytes(kind: str, pieces: Iterable[tuple[str, Piece]]) -> Iterator[memoryview]:
+    """The pieces' bytes in parts of at most a chunk, each looked at while it is at hand to be written and hashed.
+
+    Raises:
+        NotFinite: a piece holds infinity or NaN.
+    """
+    what = "weight" if kind == layout.KINDS[0] else "optimizer state"
+    for dtype, piece in pieces:
+        for data in host_bytes(piece.tensor):
+            for start in range(0, data.nbytes, CHUNK_BYTES):
+                part = data[start : start + CHUNK_BYTES]
+                if not all_finite(part, dtype):
+                    raise NotFinite(f"the {what} {piece.box.name}")
+                yield part
 
 
 def _texts(step: int, state: Mapping[str, Any], config_file: Path) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.integrity import Verify, check_folder, read_state
+from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -48,24 +49,39 @@ def list_steps(root: Path, verify: Verify = "size") -> list[CheckpointInfo]:
 
 
 def newest_valid(
-    root: Path, on_corruption: Literal["fallback", "stop"] = "fallback", verify: Verify = "full"
+    root: Path,
+    on_corruption: Literal["fallback", "stop"] = "fallback",
+    verify: Verify = "full",
+    before: int | None = None,
 ) -> CheckpointInfo | None:
     """The newest step that is whole; None if there is none.
 
-    A damaged step is named in a warning (file and chunk) and the one before it is tried. Under several ranks, one
-    asks and tells the others.
+    A damaged step is named in a warning (file and chunk) and the one before it is tried. A step that no finite step
+    followed (``checkpoint.ruined``) is taken only where there is no other. Under several ranks, one asks and tells
+    the others.
+
+    Args:
+        before: take a step below this one.
 
     Raises:
         CheckpointError: a damaged step, with ``on_corruption="stop"``.
     """
+    ruined, last_resort = ruined_steps(root), None
     for step, path in reversed(layout.committed(root).items()):
+        if before is not None and step >= before:
+            continue
         info = inspect(path, verify, step)
-        if info.valid:
+        if info.valid and step not in ruined:
+            if last_resort is not None:
+                _log.warning("checkpoint of step %d is left out: the step after it was not finite", last_resort.step)
             return info
+        if info.valid:
+            last_resort = last_resort or info
+            continue
         if on_corruption == "stop":
             raise CheckpointError(f"{info.reason}; set checkpoint.on_corruption=fallback to take the step before it")
         _log.warning("checkpoint of step %d is left out: %s", step, info.reason)
-    return None
+    return last_resort
 
 
 def resolve_source(

@@ -219,7 +219,7 @@ class CheckpointConfig:
     save_last: bool = True
     """Save after the last step."""
     keep_last: int = 2
-    """Newest checkpoints kept; 0 keeps all."""
+    """Newest checkpoints kept, the newest that a finite step followed always among them; 0 keeps all."""
     keep_every: int | None = None
     """Checkpoints whose step is a multiple of this are kept for good."""
     keep_best: int = 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mgpu_pipe.checkpoint import inventory, layout
 from mgpu_pipe.checkpoint.inventory import Step
-from mgpu_pipe.checkpoint.retention import best, kept
+from mgpu_pipe.checkpoint.retention import best, followed, kept
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
@@ -71,7 +71,8 @@ def _list(arguments: argparse.Namespace) -> int:
     root, found = inventory.steps_under(folder)
     steps = [inventory.look_at(step, path, "size") for step, path in found.items()]
     settings = _settings(steps)
-    taken = next((one.step for one in reversed(steps) if one.whole), None)
+    taken = next((one.step for one in reversed(steps) if one.whole and not one.ruined), None)
+    taken = taken if taken is not None else next((one.step for one in reversed(steps) if one.whole), None)
     if settings.on_corruption == "stop" and not steps[-1].whole:
         taken = None
     checkpoints_table(steps, taken, _kept(steps, settings))
@@ -158,7 +159,7 @@ def _prune(arguments: argparse.Namespace) -> int:
         settings.keep_last, settings.keep_every = arguments.keep_last, arguments.keep_every
         settings.keep_best = settings.keep_best if arguments.keep_best is None else arguments.keep_best
         staying = _kept(steps, settings)
-        doomed = [one for one in steps if one.whole and one.step not in staying]
+        doomed = [one for one in steps if one.whole and not one.ruined and one.step not in staying]
         checkpoints_table(steps, None, {**staying, **{one.step: "goes" for one in doomed}})
         if arguments.yes:
             for one in doomed:
@@ -172,12 +173,14 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _with_newest_proved(found: dict[int, Path]) -> list[Step]:
-    """All steps, ascending; the newest that counts as whole has had every byte read, for the others may go for it."""
+    """All steps, ascending; the newest that count as whole have had every byte read, for the others may go for them:
+    the newest, and the one before it, which a finite step followed.
+    """
     steps: list[Step] = []
-    proved = False
+    proved = 0
     for step, path in reversed(found.items()):
-        one = inventory.look_at(step, path, "size" if proved else "full")
-        proved = proved or one.whole
+        one = inventory.look_at(step, path, "size" if proved == 2 else "full")
+        proved += one.whole and not one.ruined
         steps.append(one)
     return steps[::-1]
 
@@ -208,8 +211,11 @@ def _settings(steps: Sequence[Step]) -> CheckpointConfig:
 
 
 def _kept(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str]:
-    whole = [one for one in steps if one.whole]
-    ranked = best({one.step: one.metric(settings.best_metric) for one in whole}, settings.keep_best)
+    whole = [one for one in steps if one.whole and not one.ruined]
+    proved = followed([one.step for one in whole])
+    ranked = best(
+        {one.step: one.metric(settings.best_metric) for one in whole if one.step in proved}, settings.keep_best
+    )
     return kept([one.step for one in whole], settings.keep_last, settings.keep_every, ranked)
 
 

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.select import newest_valid
 from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -72,7 +72,7 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
 
     world = world_size(config)
     steps = read_metrics(paths.metrics).get("step", [])
-    saved = [info for info in list_steps(paths.checkpoints) if info.valid]
+    saved = newest_valid(paths.checkpoints, "fallback", "size")
     failure = outcome.failure
     write_summary(
         paths,
@@ -83,7 +83,7 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
             "world_size": world,
             "topology": ParallelDims.resolve(config.strategy, world).as_dict(),
             "metrics": {},
-            "checkpoint": str(saved[-1].path.relative_to(paths.root)) if saved else None,
+            "checkpoint": str(saved.path.relative_to(paths.root)) if saved is not None else None,
             "error": {"rank": failure.rank, "type": failure.type, "message": failure.message}
             if failure is not None
             else {"message": outcome.message},

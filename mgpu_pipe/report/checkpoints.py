@@ -33,7 +33,7 @@ def checkpoints_table(steps: Sequence[Step], taken: int | None, kept: Mapping[in
     for one in steps:
         _add_row(
             table, "*" if one.step == taken else "", f"{one.step:,}", _date(one.saved), _size(one.nbytes),
-            _strategy(one), str(one.state.get("precision", numbers.MISSING)), "whole" if one.whole else "damaged",
+            _strategy(one), str(one.state.get("precision", numbers.MISSING)), _state_of(one),
             kept.get(one.step, numbers.MISSING),
         )  # fmt: skip
     make_console().print(table)
@@ -80,6 +80,12 @@ def _add_row(table: Table, *cells: str) -> None:
     from rich.text import Text
 
     table.add_row(*(Text(printable(cell)) for cell in cells))
+
+
+def _state_of(one: Step) -> str:
+    if not one.whole:
+        return "damaged"
+    return "whole, not finite after it" if one.ruined else "whole"
 
 
 def _strategy(one: Step) -> str:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,15 +14,19 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.background import BackgroundSaver
 from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.finite import NotFinite
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import best, prune
+from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
 from mgpu_pipe.checkpoint.save import Plan, Planner, write
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.errors import CheckpointSaveError
+from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +49,7 @@ class Checkpointer:
         fixed_state: entries of ``state.json`` that are the same at every step (topology, seed, horizon, ...).
         timeout_s: seconds after which a rank that does not come to a save's next part fails the save.
         patience_s: seconds that a save gets to be committed when training has failed.
+        start_step: the step that the attempt goes on from.
         before_manifest: brings to the disk what must be there before a checkpoint is; called on rank 0, perhaps by
             another thread.
     """
@@ -56,6 +62,7 @@ class Checkpointer:
         *,
         timeout_s: float = 600.0,
         patience_s: float = 60.0,
+        start_step: int = 0,
         before_manifest: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._paths, self._fixed_state = config, paths, fixed_state
@@ -64,6 +71,12 @@ class Checkpointer:
         beside = config.async_save and config.every_n_steps is not None
         self._background = BackgroundSaver(timeout_s) if beside else None
         self._planner = Planner()
+        self._start_step = start_step
+        self._finite_step: int | None = None
+        """This attempt's newest step whose loss and gradient norm were finite: it followed all checkpoints below it."""
+        self._waiting_for_proof: int | None = None
+        """A checkpoint that was committed before a finite step followed it."""
+        self._proof, self._deleting = threading.Lock(), threading.Lock()
         self._failed: CheckpointSaveError | None = None
         """Why the newest save failed before its thread began, where training went on."""
         self.last_step: int | None = None
@@ -79,8 +92,40 @@ class Checkpointer:
     @property
     def must_stop(self) -> bool:
         """Whether a save that this rank knows of failed and is to end the run. Not collective: ranks may differ."""
-        failed = self._background is not None and self._background.failed
-        return failed and self._config.on_save_error == "stop"
+        error = self._background.error if self._background is not None else None
+        return error is not None and (self._config.on_save_error == "stop" or isinstance(error, NonFiniteError))
+
+    def step_was_finite(self, step: int) -> None:
+        """Tell that the loss and the gradient norm of ``step`` were finite. Not collective."""
+        with self._proof:
+            self._finite_step = step
+            waiting = self._waiting_for_proof
+            if waiting is None or waiting >= step:
+                return
+            self._waiting_for_proof = None
+        self._delete_old(waiting)
+
+    def not_finite(self, what: str, window: StepWindow) -> NonFiniteError:
+        """The error of a step that was not finite; checkpoints that no finite step followed are marked as ruined.
+
+        Not collective; every rank names the same checkpoint.
+        """
+        root = self._paths.checkpoints
+        below = self._start_step if self._finite_step is None else self._finite_step
+        if _is_rank_0():
+            ruined = [step for step in layout.committed(root) if below <= step <= window.step]
+            try:
+                if ruined:
+                    mark_ruined(root, ruined)
+            except OSError as error:
+                _warn(f"the checkpoints of steps {ruined} could not be marked as ruined: {error}")
+        last = window.first_sample + window.num_samples - 1
+        return NonFiniteError(what, window.step + 1, window.first_sample, last, self._followed(below))
+
+    def _followed(self, below: int) -> Path | None:
+        """The newest checkpoint under ``below``: a finite step followed it."""
+        good = newest_valid(self._paths.checkpoints, "fallback", "size", before=below)
+        return good.path if good is not None else None
 
     def save(self, strategy: HoldsState, step: int, metrics: dict[str, float], *, last: bool = False) -> None:
         """Save ``step``, then delete what retention gives up: beside training, or before this returns.
@@ -91,6 +136,7 @@ class Checkpointer:
         Raises:
             CheckpointSaveError: on every rank, when any rank could not write: the last save, or any where
                 ``checkpoint.on_save_error=stop``; also of a save that was begun earlier.
+            NonFiniteError: on every rank, when the weights or the optimizer's state are not finite.
         """
         background = self._background
         if background is not None:
@@ -141,7 +187,7 @@ class Checkpointer:
             _warn(f"the checkpoint of step {self.last_step} was not written within {self._patience_s:g} s "
                   "(launch.stop_timeout) and is left unfinished")  # fmt: skip
         elif error is not None and not self._was_told(error):
-            _warn(f"WARNING: {error}; {self._last_good()}")
+            _warn(f"WARNING: {error}" + ("" if isinstance(error, NonFiniteError) else f"; {self._last_good()}"))
 
     @property
     def _goes_on_after_errors(self) -> bool:
@@ -174,16 +220,30 @@ class Checkpointer:
         state: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
+        step, samples = int(state["step"]), int(state["samples_consumed"])
+        try:
+            self.last_path = write(
+                self._paths.checkpoints, step, plan, model, optimizer, state, self._paths.config, group,
+                self._before_manifest,
+            )  # fmt: skip
+        except NotFinite as error:
+            good = self._followed(step if self._finite_step is None else min(step, self._finite_step))
+            first = samples - int(state["global_batch_size"])
+            raise NonFiniteError(error.what, step, first, samples - 1, good, updated=True) from None
+        with self._proof:
+            self._waiting_for_proof = step if self._finite_step is None or self._finite_step <= step else None
+        self._delete_old(step)
+
+    def _delete_old(self, newest: int) -> None:
+        """Delete what retention gives up once ``newest`` is there."""
+        if not _is_rank_0():
+            return
         root, keep = self._paths.checkpoints, self._config
-        self.last_path = write(
-            root, state["step"], plan, model, optimizer, state, self._paths.config, group, self._before_manifest
-        )
-        if _is_rank_0():
-            try:
-                step = int(state["step"])
-                prune(root, keep.keep_last, keep.keep_every, self._best_steps(step), newest=step)
-            except OSError as error:  # the new checkpoint is safe; the disk may fill up
-                _warn(f"old checkpoints could not be deleted: {error}; delete them by hand")
+        try:
+            with self._deleting:
+                prune(root, keep.keep_last, keep.keep_every, self._best_steps(newest), newest, self._finite_step)
+        except OSError as error:  # the new checkpoint is safe; the disk may fill up
+            _warn(f"old checkpoints could not be deleted: {error}; delete them by hand")
 
     def _tell(self, error: CheckpointSaveError) -> None:
         _warn(f"WARNING: {error}; {self._last_good()}; training goes on (checkpoint.on_save_error=continue)")
@@ -209,12 +269,17 @@ class Checkpointer:
         return f"the last good one is {good.path}" if good is not None else "there is none before it"
 
     def _best_steps(self, newest: int) -> list[int]:
-        """The ``keep_best`` committed steps with the lowest ``best_metric``, of those up to ``newest``."""
+        """The ``keep_best`` committed steps with the lowest ``best_metric``, of those up to ``newest``.
+
+        A metric is measured before the step's update. So a step takes a place here when a finite step followed it.
+        """
         if not self._config.keep_best:
             return []
         found: dict[int, float | None] = {}
+        before = newest if self._finite_step is None else min(newest + 1, self._finite_step)
+        ruined = ruined_steps(self._paths.checkpoints)
         for info in list_steps(self._paths.checkpoints):
-            if info.valid and info.step <= newest:
+            if info.valid and info.step < before and info.step not in ruined:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
                 found[info.step] = metrics.get(self._config.best_metric)
         return best(found, self._config.keep_best)

@@ -117,6 +117,8 @@ class StepRecorder(pl.Callback):
         if result.abandoned:
             return
         self.step = batch.step + 1
+        if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):  # fp16 skips a step that is not
+            self._checkpointer.step_was_finite(self.step)
         if self.step > self._start_step + WARM_UP_STEPS:
             self._step_seconds.append(seconds)
             self._step_work.append((batch.num_tokens, batch.num_samples, batch.padding))

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.select import newest_valid
 from mgpu_pipe.config.build import build
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.paths import RunPaths
@@ -22,7 +21,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.data.loader import evaluation_windows, train_windows
 from mgpu_pipe.data.prepare import PreparedData
-from mgpu_pipe.errors import BadInputError, NonFiniteError
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
@@ -74,7 +73,8 @@ def train(
     """Train from scratch, or from the step folder ``resume``, inside an initialised process group. Collective.
 
     Raises:
-        NonFiniteError: the loss or the gradient norm is not finite; on every rank, before the update.
+        NonFiniteError: the loss or the gradient norm is not finite; on every rank, before the update. Or what is to
+            be saved is not finite.
         CheckpointError, CheckpointSaveError: a checkpoint cannot be read or written.
         BadInputError: the Trainer refuses a callback or a logger.
     """
@@ -125,6 +125,7 @@ def train(
         },
         timeout_s=config.launch.collective_timeout,
         patience_s=config.launch.stop_timeout,
+        start_step=start_step,
         before_manifest=writer.sync if writer is not None else lambda: None,
     )
     strategy = strategy_class(config.strategy.engine).from_config(
@@ -166,12 +167,7 @@ def train(
         refusal = " ".join(str(error).split())
         raise BadInputError(f"callbacks, logger: Lightning refuses this: {refusal}; change or remove it") from error
     except NonFiniteStep as step:
-        window = step.window
-        good = newest_valid(paths.checkpoints, "fallback", "size")
-        raise NonFiniteError(
-            step.what, window.step + 1, window.first_sample, window.first_sample + window.num_samples - 1,
-            good.path if good is not None else None,
-        ) from None
+        raise checkpointer.not_finite(step.what, step.window) from None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -23,10 +23,12 @@ from mgpu_pipe.checkpoint import files
 from mgpu_pipe.checkpoint.background import HostCopies
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.checkpoint.select import list_steps
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.errors import CheckpointSaveError
+from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 from mgpu_pipe.training.checkpointing import Checkpointer
 from tests.checkpoint.support import config_file, cut_pieces, empty_like, rows
 from tests.support.processes import run_processes
@@ -76,7 +78,7 @@ def _world_size() -> int:
 
 def checkpointer(folder: Path, **options: Any) -> Checkpointer:
     config_file(folder)
-    more = {name: options.pop(name) for name in ("before_manifest", "patience_s") if name in options}
+    more = {name: options.pop(name) for name in ("before_manifest", "patience_s", "start_step") if name in options}
     config = CheckpointConfig(every_n_steps=1, **options)
     return Checkpointer(config, RunPaths(folder), {"global_batch_size": 4}, **more)
 
@@ -162,7 +164,7 @@ def test_the_last_save_is_committed_when_it_returns_and_comes_after_the_one_befo
     saver.save(trained, 1, {})
     trained.step()
     saver.save(trained, 2, {}, last=True)
-    assert steps_in(tmp_path) == [2] and saver.last_path == tmp_path / "checkpoints" / "step-00000002"
+    assert steps_in(tmp_path) == [1, 2] and saver.last_path == tmp_path / "checkpoints" / "step-00000002"
     check(tmp_path, 2, trained.values())
 
 
@@ -350,7 +352,92 @@ def test_old_ones_are_deleted_after_the_new_one_is_committed(tmp_path: Path) -> 
         assert steps_in(tmp_path) == [1]
         go.set()
         saver.finish(2)
+    assert steps_in(tmp_path) == [1, 2]
+    saver.step_was_finite(3)
     assert steps_in(tmp_path) == [2]
+
+
+def test_a_save_that_a_finite_step_has_followed_when_it_is_committed_is_enough_by_itself(tmp_path: Path) -> None:
+    trained, saver = Trained(), checkpointer(tmp_path, keep_last=1)
+    saver.save(trained, 1, {})
+    saver.step_was_finite(2)
+    with slow_disk() as go:
+        saver.save(trained, 2, {})
+        saver.step_was_finite(3)
+        go.set()
+        saver.finish(3)
+    assert steps_in(tmp_path) == [2]
+
+
+WINDOW = StepWindow(step=2, first_sample=8, num_samples=4, micro_batches=[], normalizer=1)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_weights_that_the_next_step_shows_to_be_ruined_are_not_the_last_good_ones(
+    async_save: bool, tmp_path: Path
+) -> None:
+    """Finite in every bit, and the loss of step 3 is not."""
+    trained, saver = Trained(), checkpointer(tmp_path, keep_last=1, keep_best=1, async_save=async_save)
+    for step, loss in ((1, 2.0), (2, 1.0)):  # measured before the update that ruins
+        saver.step_was_finite(step)
+        saver.save(trained, step, {"val/loss": loss})
+        trained.step()
+    saver.let_finish()
+    assert "the last good checkpoint is" in str(error := saver.not_finite("the loss", WINDOW)), error
+    assert str(tmp_path / "checkpoints" / "step-00000001") in str(error)
+    assert steps_in(tmp_path) == [1, 2] and ruined_steps(tmp_path / "checkpoints") == {2}
+    again = checkpointer(tmp_path, keep_last=1, keep_best=1, start_step=1, async_save=async_save)
+    again.step_was_finite(2)
+    again.save(trained, 2, {"val/loss": 1.5})
+    again.step_was_finite(3)
+    again.finish(3)
+    again.step_was_finite(4)
+    assert steps_in(tmp_path) == [2] and ruined_steps(tmp_path / "checkpoints") == set()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["large", "half", "large/exp_avg"])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_what_is_not_finite_is_never_saved_whatever_goes_on_after_errors(
+    value: float, where: str, async_save: bool, tmp_path: Path
+) -> None:
+    trained = Trained()
+    saver = checkpointer(tmp_path, keep_last=1, on_save_error="continue", async_save=async_save)
+    saver.step_was_finite(1)
+    saver.save(trained, 1, {})
+    tensors = trained.moments if "/" in where else trained.weights
+    tensors[where].view(-1)[-1] = value
+    saver.step_was_finite(2)
+    with pytest.raises(NonFiniteError, match=f"{where} is not finite after step 2 .samples 4 to 7.*step-00000001"):
+        saver.save(trained, 2, {})
+        saver.finish(2)
+    assert steps_in(tmp_path) == [1] and not list(tmp_path.glob("checkpoints/*.partial"))
+
+
+def _save_what_rank_1_ruined(folder: Path, async_save: bool) -> tuple[str, list[int], bool]:
+    trained, saver = Trained(), checkpointer(folder, async_save=async_save)
+    saver.save(trained, 1, {})
+    if dist.get_rank() == 1:
+        trained.weights["half"][-1] = float("nan")  # the last rows are its
+    told, stops = "", False
+    try:
+        saver.save(trained, 2, {})
+        if saver._background is not None and saver._background._thread is not None:
+            saver._background._thread.join()
+            stops = saver.must_stop
+        saver.finish(2)
+    except NonFiniteError as error:
+        told = str(error)
+    return told, steps_in(folder), stops or not async_save
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_all_ranks_refuse_what_is_not_finite_on_one(async_save: bool, tmp_path: Path) -> None:
+    found = run_processes(2, _save_what_rank_1_ruined, tmp_path, async_save)
+    assert found[0] == found[1], "the same checkpoint is named by all"
+    told, steps, stops = found[0]
+    assert "the weight half is not finite after step 2" in told
+    assert "step-00000001" in told and steps == [1] and stops
 
 
 def test_the_best_one_stays_too(tmp_path: Path) -> None:
@@ -359,6 +446,8 @@ def test_the_best_one_stays_too(tmp_path: Path) -> None:
         saver.save(trained, step, {"val/loss": loss})
     saver.save(trained, 5, {})
     saver.finish(5)
+    assert steps_in(tmp_path) == [2, 4, 5]
+    saver.step_was_finite(6)
     assert steps_in(tmp_path) == [2, 5]
 
 

@@ -146,7 +146,7 @@ def check_save(
     with Recorder(run) as recorder:
         save_seed(run, step, seed)
         returned = len(recorder.operations)
-        prune(run / "checkpoints", keep_last)
+        prune(run / "checkpoints", keep_last, followed_before=step + 1)
     operations = recorder.operations
     assert seen_after(replay.start, operations) == tree_of(run), "the recorder missed something"
     replay.judge(operations, lambda count: {seed} if count >= returned else {old, seed})

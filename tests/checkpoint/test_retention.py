@@ -10,6 +10,7 @@ import torch
 from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.retention import prune
+from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
 from tests.checkpoint.support import config_file, flip_bit
@@ -32,39 +33,85 @@ def _steps(root: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_every", "best", "kept"),
+    ("keep_last", "keep_every", "best", "followed_before", "kept"),
     [
-        (0, None, [], [10, 20, 30, 40, 50, 60]),
-        (1, None, [], [60]),
-        (2, None, [], [50, 60]),
-        (99, None, [], [10, 20, 30, 40, 50, 60]),
-        (1, 20, [], [20, 40, 60]),
-        (1, None, [10, 30], [10, 30, 60]),
-        (2, 30, [10, 999], [10, 30, 50, 60]),
-        (-1, None, [], [60]),
+        (0, None, [], 61, [10, 20, 30, 40, 50, 60]),
+        (1, None, [], 61, [60]),
+        (2, None, [], 61, [50, 60]),
+        (99, None, [], 61, [10, 20, 30, 40, 50, 60]),
+        (1, 20, [], 61, [20, 40, 60]),
+        (1, None, [10, 30], 61, [10, 30, 60]),
+        (2, 30, [10, 999], 61, [10, 30, 50, 60]),
+        (-1, None, [], 61, [60]),
+        # The newest may be ruined already: the newest that a finite step followed stays besides.
+        (1, None, [], None, [50, 60]),
+        (1, None, [], 60, [50, 60]),
+        (2, None, [], 60, [50, 60]),
+        (1, 20, [10], None, [10, 20, 40, 50, 60]),
+        # fp16 skipped the steps after 30: those were not finite.
+        (1, None, [], 31, [30, 60]),
+        (2, None, [], 31, [30, 50, 60]),
+        (1, None, [], 0, [60]),
     ],
 )
-def test_the_last_every_and_best_stay(
-    keep_last: int, keep_every: int | None, best: list[int], kept: list[int], root: Path
+def test_the_last_every_best_and_followed_stay(
+    keep_last: int, keep_every: int | None, best: list[int], followed_before: int | None, kept: list[int], root: Path
 ) -> None:
-    deleted = prune(root, keep_last, keep_every, best)
+    deleted = prune(root, keep_last, keep_every, best, followed_before=followed_before)
     assert _steps(root) == kept and deleted == sorted({10, 20, 30, 40, 50, 60} - set(kept))
     assert sorted(path.name for path in root.iterdir()) == [layout.step_folder(root, step).name for step in kept]
 
 
 def test_a_damaged_step_does_not_take_a_good_ones_place(root: Path) -> None:
     (root / "step-00000060" / "model-00000.safetensors").write_bytes(b"")
-    assert prune(root, 1) == [10, 20, 30, 40]
-    assert _steps(root) == [50] and (root / "step-00000060").exists()
+    assert prune(root, 1) == [10, 20, 30]
+    assert _steps(root) == [40, 50] and (root / "step-00000060").exists()
 
 
 def test_a_later_step_that_the_run_did_not_go_on_from_takes_no_place(root: Path) -> None:
     """Step 60 has its size and a flipped bit: the run went on from 50, and was stopped at 55."""
     flip_bit(root / "step-00000060" / "model-00000.safetensors", 90)
     _save(root, 55)
-    assert prune(root, 1, newest=55) == [10, 20, 30, 40, 50]
+    assert prune(root, 1, newest=55) == [10, 20, 30, 40]
+    assert prune(root, 1, newest=55, followed_before=56) == [50]
     found = newest_valid(root)
     assert found is not None and found.step == 55 and (root / "step-00000060").exists()
+
+
+def test_a_ruined_step_takes_no_place_is_taken_by_nothing_and_is_forgotten_when_saved_again(root: Path) -> None:
+    mark_ruined(root, [50, 60])
+    assert ruined_steps(root) == {50, 60}
+    found = newest_valid(root)
+    assert found is not None and found.step == 40
+    assert prune(root, 1) == [10, 20] and _steps(root) == [30, 40, 50, 60]
+    _save(root, 60)  # the same content: still ruined
+    assert ruined_steps(root) == {50, 60}
+    save(root, 60, [Piece(Box.whole("w", (3,)), (3,), torch.ones(3))], [], {}, config_file(root.parent))
+    assert ruined_steps(root) == {50}
+    found = newest_valid(root)
+    assert found is not None and found.step == 60
+    mark_ruined(root, [60])
+    assert ruined_steps(root) == {50, 60}
+
+
+def test_a_ruined_step_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    _save(root, 10)
+    _save(root, 20)
+    mark_ruined(root, [10, 20])
+    found = newest_valid(root)
+    assert found is not None and found.step == 20
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"60": 3}', b'{"x": "y"}', b"\xff", b'{"60": "00"}', None])
+def test_a_mark_that_cannot_be_read_marks_nothing(content: bytes | None, root: Path, tmp_path: Path) -> None:
+    if content is None:
+        (root / "ruined.json").symlink_to("/etc/passwd")
+    else:
+        (root / "ruined.json").write_bytes(content)
+    assert ruined_steps(root) == set()
+    mark_ruined(root, [60])
+    assert ruined_steps(root) == {60} and not (root / "ruined.json").is_symlink()
 
 
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_like_a_checkpoint(
@@ -88,8 +135,8 @@ def test_a_step_with_a_leftover_of_its_replacement_is_deleted_for_good(root: Pat
     (root / "step-00000020").rename(root / "step-00000010.replaced")
     prune(root, 1)
     found = newest_valid(root)
-    assert _steps(root) == [60] and found is not None and found.step == 60
-    assert [path.name for path in root.iterdir()] == ["step-00000060"]
+    assert _steps(root) == [50, 60] and found is not None and found.step == 60
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000050", "step-00000060"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".partial", ".deleting", ".replaced"])
@@ -101,4 +148,4 @@ def test_a_symbolic_link_in_a_steps_place_is_never_followed_to_delete(suffix: st
     _save(root, 70)
     prune(root, 1)
     assert sorted(path.name for path in precious.iterdir()) == kept
-    assert [path.name for path in root.iterdir()] == ["step-00000070"]
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000060", "step-00000070"]
