@@ -12,6 +12,7 @@ from typing import Literal
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hardware import gpu_capability, usable_gpus
+from mgpu_pipe.config.joined_world import joined_processes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.slots import slot_errors
 from mgpu_pipe.config.suggest import choose_from
@@ -81,10 +82,16 @@ def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
 
 
 def devices_per_node(config: RunConfig) -> int:
-    """Processes a node; ``auto`` is 1 on CPU and under ``strategy=single``, all GPUs on CUDA."""
+    """Processes a node; ``auto`` is 1 under ``strategy=single``, else as many as torchrun or srun started here; in a
+    world of our own 1 on CPU, all GPUs on CUDA."""
     if config.trainer.devices != "auto":
         return config.trainer.devices
-    if device_type(config) == "cpu" or config.strategy.name == "single":
+    if config.strategy.name == "single":
+        return 1
+    joined = joined_processes()
+    if joined is not None:
+        return joined[1]
+    if device_type(config) == "cpu":
         return 1
     return max(1, usable_gpus())
 

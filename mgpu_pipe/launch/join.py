@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +27,7 @@ from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.live_output import LiveStream
 from mgpu_pipe.launch.lock import RunLock, process_identity
-from mgpu_pipe.launch.parent_death import LIFELINE_FD, die_with_parent
+from mgpu_pipe.launch.parent_death import die_with_parent
 from mgpu_pipe.launch.resume import resume_step
 from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.supervisor import Outcome
@@ -39,24 +37,10 @@ from mgpu_pipe.launch.workers import open_log
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from mgpu_pipe.data.prepare import PreparedData
     from mgpu_pipe.launch.local import LaunchResult
 
-WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-SLURM_PORTS = (15000, 20000)
-"""First and number of the ports that a SLURM step's number is mapped to, where MASTER_PORT is not given."""
-OFFER = "offer"
-
-
-def existing_world(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the world this process was started in; empty if it was not, so that it launches its own."""
-    if LIFELINE_FD in environment:
-        return {}
-    if all(name in environment for name in WORLD_VARIABLES):
-        return {name: environment[name] for name in WORLD_VARIABLES}
-    # set by srun for each task of a step, not in a batch script, which also has SLURM_PROCID
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environment:
-        return _slurm_world(environment)
-    return {}
+OFFER, PREPARED = "offer", "prepared"
 
 
 def join(
@@ -201,7 +185,9 @@ def _train(
         text_log = io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", write_through=True)
         sys.stderr = cast(TextIO, LiveStream(text_log, os.dup(2)))
         try:
-            result = train_in(world, config, paths, store, resume=Path(offer.resume) if offer.resume else None)
+            prepared = _prepare_on_every_node(world, config, paths, store)
+            resume = Path(offer.resume) if offer.resume else None
+            result = train_in(world, config, paths, prepared, store, resume=resume)
         except BaseException as error:
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
@@ -214,6 +200,33 @@ def _train(
     return result.status
 
 
+def _prepare_on_every_node(world: World, config: RunConfig, paths: RunPaths, store: Store) -> PreparedData:
+    """The data on this node, made ready once where the node does not share rank 0's cache; a collective call.
+
+    Before there is a process group: its time-out must not count what a node needs for this. One process a node works,
+    the others wait for the node's lock.
+
+    Raises:
+        BadInputError: the data of some node cannot be prepared or is not rank 0's, whichever node this is.
+    """
+    from mgpu_pipe.launch.worker import prepared_here
+
+    said = {"error": ""}
+    try:
+        prepared = prepared_here(config, paths)
+    except BaseException as error:
+        said["error"] = str(error) or type(error).__name__
+        raise
+    finally:
+        store.set(f"{PREPARED}/{world.rank}", json.dumps(said))
+    store.wait([f"{PREPARED}/{rank}" for rank in range(world.world_size)], timedelta(days=1))
+    for rank in range(world.world_size):
+        error_there = json.loads(store.get(f"{PREPARED}/{rank}"))["error"]
+        if error_there:
+            raise BadInputError(f"rank {rank}: {error_there}")
+    return prepared
+
+
 def _this_launch() -> str:
     """Names the torchrun (or other parent) that started this process; the same after a restart by it."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -223,46 +236,3 @@ def _this_launch() -> str:
 def _restarted_launch() -> str:
     """The launch that torchrun restarted this process for; empty at its first start."""
     return _this_launch() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else ""
-
-
-def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables of an srun task."""
-    first_port, ports = SLURM_PORTS
-    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(
-            tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
-        ),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or _master_address(environment),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(first_port + (job * 31 + step) % ports),
-    }
-
-
-def _master_address(environment: Mapping[str, str]) -> str:
-    """The first node's name, or, where that is a name of SLURM's only, the address srun was started at."""
-    host = first_host(environment["SLURM_STEP_NODELIST"])
-    try:
-        socket.getaddrinfo(host, None)
-    except socket.gaierror:
-        return environment.get("SLURM_LAUNCH_NODE_IPADDR", host)
-    return host
-
-
-def first_host(node_list: str) -> str:
-    """The first name of SLURM's compressed list: ``gpu[03-05,9],login`` gives ``gpu03``."""
-    head, bracket, rest = node_list.partition("[")
-    if not bracket or "," in head:
-        return node_list.partition(",")[0]
-    return head + re.split(r"[-,\]]", rest)[0]
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """SLURM's run-length form: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
-    found: list[int] = []
-    for part in text.split(","):
-        count, _, times = part.partition("(x")
-        found += [int(count)] * int(times.rstrip(")") or 1)
-    return found

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import world_size
@@ -58,11 +59,11 @@ def launch(config: RunConfig, overrides: Sequence[str], command: Sequence[str]) 
     Raises:
         BadInputError: the run cannot start as asked; what this launch had written is taken back.
     """
-    from mgpu_pipe.launch.join import existing_world, join
-
     joined = existing_world(os.environ)
     prepare_extensions(config)
     if joined:
+        from mgpu_pipe.launch.join import join
+
         return join(joined, config, overrides, command)
     if config.trainer.num_nodes > 1:
         raise ConfigError(

@@ -14,9 +14,10 @@ import signal
 import threading
 from collections.abc import Mapping
 
+from mgpu_pipe.config.joined_world import LIFELINE_FD
+
 PR_SET_PDEATHSIG = 1
 GO = b"g"
-LIFELINE_FD = "MGPU_LIFELINE_FD"
 LAUNCHER_PID = "MGPU_LAUNCHER_PID"
 
 _close_in_forks: set[int] = set()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.hardware import gpu_count, torch_has_cuda
+from mgpu_pipe.config.joined_world import joined_processes
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
@@ -246,11 +247,7 @@ def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
 
 def joined() -> bool:
     """Whether torchrun or srun started this process as one rank of a world."""
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return False  # the usual case, without the import
-    from mgpu_pipe.launch.join import existing_world
-
-    return bool(existing_world(os.environ))
+    return joined_processes() is not None
 
 
 def _notices(config: RunConfig) -> list[Notice]:

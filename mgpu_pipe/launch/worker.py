@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
-from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.failure import write_error
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 Sample = dict[str, str]
+NODE_LOCK = "node.lock"
 
 
 def main(folder: Path) -> int:
@@ -56,7 +57,8 @@ def main(folder: Path) -> int:
         config = load(paths.config)
         resume = os.environ.get(RESUME)
         store = launcher_store(world, config.launch.collective_timeout)
-        result = train_in(world, config, paths, store, resume=Path(resume) if resume else None)
+        prepared = prepared_here(config, paths)
+        result = train_in(world, config, paths, prepared, store, resume=Path(resume) if resume else None)
     except BaseException as error:
         leave_error(paths, error, world.rank)
     return EXIT_STOPPED if result.status == "stopped" else EXIT_OK
@@ -75,10 +77,13 @@ def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
     os._exit(getattr(error, "exit_code", 1))
 
 
-def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, resume: Path | None) -> TrainResult:
+def train_in(
+    world: World, config: RunConfig, paths: RunPaths, prepared: PreparedData, store: Store, *, resume: Path | None
+) -> TrainResult:
     """Train inside ``world`` and, on rank 0, write the summary. Every rank makes this call.
 
     Args:
+        prepared: the data, ready on this node.
         store: where the ranks of the process group meet.
         resume: the step folder to go on from.
     """
@@ -95,7 +100,6 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     live = _live_stream() if world.rank == 0 else None
     with process_group(world, store, device_type(config), config.launch.collective_timeout):
-        prepared = _prepared(config, paths)
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
             result = train(config, paths, prepared, stop_requested=stop.stop_requested, resume=resume)
@@ -114,14 +118,22 @@ def train_in(world: World, config: RunConfig, paths: RunPaths, store: Store, *, 
     return result
 
 
-def _prepared(config: RunConfig, paths: RunPaths) -> PreparedData:
-    """What the launcher prepared; prepared again on a node that does not share its cache."""
+def prepared_here(config: RunConfig, paths: RunPaths) -> PreparedData:
+    """What the launcher prepared; prepared again on a node that does not share its cache, which may take long.
+
+    Raises:
+        DataError: this node's files are not rank 0's.
+    """
+    from mgpu_pipe.data.cache import locked, writing_to_cache
     from mgpu_pipe.data.prepare import PreparedData, prepare
 
     prepared = PreparedData.from_dict(json.loads(paths.data.read_text(encoding="utf-8")))
     if prepared.folder.exists():
         return prepared
-    here = prepare(config)
+    print("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)
+    cache = cache_folder(config.data.cache_dir)
+    with writing_to_cache(cache), locked(cache / NODE_LOCK):  # one of the node's processes works, the others wait
+        here = prepare(config)
     if here.digest != prepared.digest:
         raise DataError(f"{here.folder}: the data on this node is not rank 0's; give all nodes the same files")
     return here

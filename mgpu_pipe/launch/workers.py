@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from mgpu_pipe.config.joined_world import LIFELINE_FD
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
 from mgpu_pipe.launch.warden import Warden
@@ -110,7 +111,7 @@ class WorkerGroup:
             "MASTER_PORT": str(store.getsockname()[1]),
             ATTEMPT: str(self.attempt),
             parent_death.LAUNCHER_PID: str(os.getpid()),
-            parent_death.LIFELINE_FD: str(read_fd),
+            LIFELINE_FD: str(read_fd),
             ERROR_FD: str(error_fd),
             INHERITED_FDS: ",".join(map(str, (*plan.inherited_fds, error_fd))),
         }

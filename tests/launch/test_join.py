@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from mgpu_pipe.config import validate
+from mgpu_pipe.config.joined_world import existing_world, first_host, joined_processes, tasks_per_node
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, StrategyConfig, TrainerConfig
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.data.cache import locked
+from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.join import check_world, existing_world, first_host, tasks_per_node
+from mgpu_pipe.launch.join import _prepare_on_every_node, check_world
+from mgpu_pipe.launch.worker import NODE_LOCK
+from tests.data.support import config as data_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {  # two nodes x two tasks, as Debian's slurm-wlm 22.05 sets them
@@ -57,6 +71,29 @@ def test_tasks_of_each_node() -> None:
     assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("environment", "world", "here"),
+    [
+        ({**TORCHRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, 8, 4),
+        (TORCHRUN, 2, 2),
+        (SRUN, 4, 2),
+        ({**TORCHRUN, "MGPU_LIFELINE_FD": "5"}, 2, 2),
+    ],
+)  # fmt: skip
+def test_sizes_of_a_joined_world_are_its_environments_not_the_visible_gpus(
+    environment: dict[str, str], world: int, here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under ``srun --gpus-per-task=1``; a launcher's own worker sees what the launcher saw."""
+    own = "MGPU_LIFELINE_FD" in environment
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(validate, "usable_gpus", lambda: 2 if own else 1)
+    trainer = TrainerConfig(accelerator="cuda", num_nodes=world // here)
+    config = RunConfig(strategy=StrategyConfig(name="tp", tp="auto"), trainer=trainer)
+    assert joined_processes() == (None if own else (world, here))
+    assert (validate.world_size(config), validate.devices_per_node(config)) == (world, here)
+
+
 def world_of(world_size: int, local_world_size: int) -> World:
     return World(0, 0, world_size, local_world_size, "127.0.0.1", 0)
 
@@ -79,3 +116,64 @@ def test_a_configuration_for_another_world_is_refused_with_the_fix(
 def test_a_fitting_configuration_passes() -> None:
     check_world(RunConfig(trainer=TrainerConfig(devices=2, num_nodes=2)), world_of(4, 2))
     check_world(RunConfig(strategy=StrategyConfig(name="ddp")), world_of(2, 2))
+
+
+class Node:
+    """One rank, alone on its node, in a thread: what it made of the data, or its error."""
+
+    def __init__(self, rank: int, config: RunConfig, paths: RunPaths, store: HashStore) -> None:
+        self.made: PreparedData | None = None
+        self.error: BaseException | None = None
+
+        def prepare_here() -> None:
+            try:
+                self.made = _prepare_on_every_node(World(rank, 0, 2, 1, "127.0.0.1", 0), config, paths, store)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=prepare_here, daemon=True)
+        self.thread.start()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> tuple[RunConfig, PreparedData, list[RunPaths]]:
+    """A run's folder as two nodes see it: what rank 0 prepared is not on the second one."""
+    config = data_config(tmp_path, source="synthetic")
+    prepared, found = prepare(config), []
+    for node, folder in enumerate((prepared.folder, tmp_path / "not-here")):
+        paths = RunPaths(tmp_path / f"node-{node}")
+        paths.root.mkdir()
+        paths.data.write_text(json.dumps(replace(prepared, folder=folder).as_dict()))
+        found.append(paths)
+    return config, prepared, found
+
+
+def test_a_node_without_the_data_prepares_it_and_the_others_wait_without_a_time_out(
+    nodes: tuple[RunConfig, PreparedData, list[RunPaths]],
+) -> None:
+    config, prepared, paths = nodes
+    store = HashStore()
+    assert config.data.cache_dir is not None
+    with locked(Path(config.data.cache_dir) / NODE_LOCK):  # another process of the second node is preparing
+        ranks = [Node(rank, config, paths[rank], store) for rank in range(2)]
+        ranks[0].thread.join(1.0)
+        assert all(rank.thread.is_alive() for rank in ranks)
+        assert not dist.is_initialized()  # no time-out is running
+    for rank in ranks:
+        rank.thread.join(60)
+        assert rank.error is None and rank.made is not None and rank.made.digest == prepared.digest
+    assert ranks[1].made is not None and ranks[1].made.folder.exists()
+
+
+def test_what_one_node_cannot_prepare_ends_all_with_its_reason(
+    nodes: tuple[RunConfig, PreparedData, list[RunPaths]],
+) -> None:
+    config, _, paths = nodes
+    paths[1].data.write_text(paths[1].data.read_text().replace('"digest": "', '"digest": "other'))
+    store = HashStore()
+    ranks = [Node(rank, config, paths[rank], store) for rank in range(2)]
+    for rank in ranks:
+        rank.thread.join(60)
+    assert isinstance(ranks[1].error, DataError)
+    assert isinstance(ranks[0].error, BadInputError) and "rank 1: " in str(ranks[0].error)
+    assert "give all nodes the same files" in str(ranks[0].error)
