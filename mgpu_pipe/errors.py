@@ -73,12 +73,7 @@ class CheckpointError(BadInputError):
 
 
 class CheckpointSaveError(MgpuError):
-    """A checkpoint could not be written, e.g. on a full disk. The last good one stays.
-
-    Exit code 2: the disk has to be seen to, and starting the workers again would not help.
-    """
-
-    exit_code = EXIT_BAD_INPUT
+    """A checkpoint could not be written, e.g. on a full disk. The last good one stays."""
 
 
 class NonFiniteError(MgpuError):

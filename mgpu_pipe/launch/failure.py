@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, MgpuError, WorkerError
+from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, CheckpointSaveError, MgpuError, NonFiniteError, WorkerError
 from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
 
 TAIL_LINES = 25
 LONGEST_MESSAGE = 4_000
 LONGEST_TRACEBACK = 16_000
 """In characters; message and traceback together stay below the 64 KiB that a pipe holds."""
+NOT_RETRIED = (NonFiniteError.__name__, CheckpointSaveError.__name__)
 FOLLOWS_A_PEERS_END = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
     "timed out waiting", "socket timeout", "wait timeout", "gloo", "nccl", "tcpstore", "barrier",
@@ -46,8 +47,8 @@ class Failure:
 
     @property
     def can_be_retried(self) -> bool:
-        """A wrong input stays wrong, and a loss that became NaN becomes NaN again."""
-        return self.exit_code != EXIT_BAD_INPUT and self.type != "NonFiniteError"
+        """A wrong input stays wrong, a loss that became NaN becomes NaN again, and a full disk has to be seen to."""
+        return self.exit_code != EXIT_BAD_INPUT and self.type not in NOT_RETRIED
 
     def show(self) -> str:
         """One line for an error that names its fix; else the traceback's end, the rank and its log."""
@@ -96,19 +97,36 @@ def follows_a_peers_end(error: BaseException) -> bool:
     return "DistError" in names or any(sign in text for sign in FOLLOWS_A_PEERS_END)
 
 
-def first_failure(paths: RunPaths, exits: Iterable[Exit], attempt: int, killed_by_us: frozenset[int]) -> Failure:
+def first_failure(
+    paths: RunPaths, exits: Iterable[Exit], attempt: int, killed_by_us: frozenset[int],
+    stood_still: frozenset[int] = frozenset(),
+) -> Failure:  # fmt: skip
     """The failure that the others follow from: the earliest that is not itself a consequence.
 
     Args:
         exits: how the workers ended; at least one of them not well.
         killed_by_us: ranks whose death by a signal was the launcher's doing.
+        stood_still: ranks that were stopped (SIGSTOP) when the first other one failed.
     """
     failures = [
         _read(paths, end, attempt)
         for end in exits
         if end.error or paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
     ]
-    return min(failures, key=lambda failure: (failure.follows, failure.at))
+    first = min(failures, key=lambda failure: (failure.follows, failure.at))
+    return _of_a_stopped_rank(paths, min(stood_still), first) if first.follows and stood_still else first
+
+
+def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
+    """The failure of the rank that the others waited for in vain."""
+    message = (
+        f"the process was stopped (SIGSTOP, or a debugger) and the other ranks waited for it in vain; rank "
+        f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
+    )
+    return Failure(
+        rank=rank, type=WorkerError.__name__, message=message, traceback="", exit_code=EXIT_FAILURE, at=waited.at,
+        follows=False, log=paths.rank_log(rank),
+    )  # fmt: skip
 
 
 def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:

@@ -95,6 +95,7 @@ def _watch(
     stop_by = terminate_at = crash_by = float("inf")
     message = ""
     killed: frozenset[int] = frozenset()
+    stood_still: frozenset[int] = frozenset()
     while True:
         failed = any(end.code not in (EXIT_OK, EXIT_STOPPED) for end in group.reap())
         if not group.running:
@@ -102,6 +103,7 @@ def _watch(
         now = time.monotonic()
         if failed and crash_by == float("inf"):
             terminate_at, crash_by = now + CRASH_TERMINATE_S, now + CRASH_KILL_S
+            stood_still = group.standing_still
         if now >= terminate_at:
             group.terminate()
             terminate_at = float("inf")
@@ -109,7 +111,7 @@ def _watch(
             group.terminate()
             on_stop()
             stop_by = now + stop_timeout
-        reason = _reason_to_kill(inbox, now >= stop_by, stop_timeout, lost(), plan.paths)
+        reason = _reason_to_kill(inbox, now >= stop_by, stop_timeout, lost(), plan.paths, group)
         if reason or now >= crash_by:
             message = message or reason
             killed = frozenset(group.running)
@@ -119,10 +121,12 @@ def _watch(
     if crash_by < float("inf") or stop_by < float("inf"):
         # SIGTERM found these before they had taken it over, so with nothing to save
         killed |= {end.rank for end in group.exits if end.code == -signal.SIGTERM}
-    return _judge(group, plan, message, killed, stopped=stop_by < float("inf"))
+    return _judge(group, plan, message, killed, stood_still, stopped=stop_by < float("inf"))
 
 
-def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, lost: str, paths: RunPaths) -> str:
+def _reason_to_kill(
+    inbox: SignalInbox, too_late: bool, stop_timeout: float, lost: str, paths: RunPaths, group: WorkerGroup
+) -> str:
     if lost:
         return lost
     if inbox.kill_requested:
@@ -130,6 +134,9 @@ def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, los
         kept = f"the newest saved checkpoint, {saved.path.name}, is intact" if saved else "no checkpoint was saved yet"
         return f"stopped at once by a second signal; {kept}"
     if too_late:
+        stopped = sorted(group.standing_still)
+        if stopped:
+            return f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) and could not save; all were killed"
         return (
             f"launch.stop_timeout={stop_timeout:g}: the workers had not saved and left after that many seconds and "
             "were killed; raise it"
@@ -137,12 +144,15 @@ def _reason_to_kill(inbox: SignalInbox, too_late: bool, stop_timeout: float, los
     return ""
 
 
-def _judge(group: WorkerGroup, plan: WorkerPlan, message: str, killed: frozenset[int], stopped: bool) -> Outcome:
+def _judge(
+    group: WorkerGroup, plan: WorkerPlan, message: str, killed: frozenset[int], stood_still: frozenset[int],
+    stopped: bool,
+) -> Outcome:  # fmt: skip
     codes = {end.code for end in group.exits if end.rank not in killed}
     if message:
         return Outcome("failed", EXIT_FAILURE, group.attempt, message=message)
     if not codes <= {EXIT_OK, EXIT_STOPPED}:
-        failure = first_failure(plan.paths, group.exits, group.attempt, killed)
+        failure = first_failure(plan.paths, group.exits, group.attempt, killed, stood_still)
         return Outcome("failed", failure.exit_code, group.attempt, failure)
     if EXIT_STOPPED in codes or (stopped and killed):
         return Outcome("stopped", EXIT_STOPPED, group.attempt)

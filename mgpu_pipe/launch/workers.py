@@ -23,6 +23,7 @@ ATTEMPT = "MGPU_ATTEMPT"
 LIVE_FD = "MGPU_LIVE_FD"
 ERROR_FD = "MGPU_ERROR_FD"
 PIPE_BYTES = 65536
+STOPPED = ("T", "t")
 RESUME = "MGPU_RESUME"
 """The step folder an attempt resumes from; empty starts afresh."""
 INHERITED_FDS = "MGPU_INHERITED_FDS"
@@ -138,6 +139,11 @@ class WorkerGroup:
         """Ranks that have not ended."""
         return sorted(self._running)
 
+    @property
+    def standing_still(self) -> frozenset[int]:
+        """Running ranks that are stopped: by SIGSTOP, or by a debugger."""
+        return frozenset(rank for rank, process in self._running.items() if _state(process.pid) in STOPPED)
+
     def release(self) -> None:
         """Tell the workers that data and folder are ready."""
         for rank, fd in self._lifelines.items():
@@ -200,6 +206,15 @@ def open_log(path: Path, rank: int, world_size: int, attempt: int) -> IO[bytes]:
 
 def log_header(attempt: int) -> str:
     return f"--- attempt {attempt}:"
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does; empty if it is gone. See proc(5)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def _kill_group(pid: int) -> None:

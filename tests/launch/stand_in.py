@@ -89,6 +89,12 @@ def main() -> None:
             fail(paths, rank, RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1234"), 1)
         time.sleep(0.2)
         fail(paths, rank, MemoryError("rank 1 ran out of memory"), 1)
+    if behaviour == "wait_for_rank_1":  # what gloo says on a rank whose peer does not come
+        if rank == 1:
+            time.sleep(600)
+        while not (paths.root / "stopped").exists():
+            time.sleep(0.01)
+        fail(paths, rank, RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete"), 1)
     if behaviour == "rank1_killed":
         if rank == 1:
             os.kill(os.getpid(), 9)

@@ -71,7 +71,7 @@ def test_on_a_full_disk_the_error_goes_through_the_pipe(paths: RunPaths, monkeyp
         end = Exit(0, 1, 0.0, pipe.read())
     failure = first_failure(paths, [end], 1, frozenset())
     assert failure.show() == "error: no space left"
-    assert failure.exit_code == 2
+    assert (failure.exit_code, failure.can_be_retried) == (1, False)
 
 
 def test_an_error_fits_into_a_pipe() -> None:

@@ -118,6 +118,28 @@ def test_a_second_interrupt_leaves_at_once(run: Path) -> None:
     assert not any(map(alive, pids))
 
 
+def test_a_stopped_rank_is_named_and_not_the_one_that_waited_for_it(run: Path) -> None:
+    launcher = start_launcher(run, "wait_for_rank_1", 2)
+    pids = worker_pids(run, 2)
+    os.kill(pids[1], signal.SIGSTOP)
+    (run / "stopped").touch()
+    out, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "rank 1 failed first: the process was stopped (SIGSTOP, or a debugger)" in out
+    assert "rank 0 said: [gloo] Timed out waiting" in out
+    assert not any(map(alive, pids))
+
+
+def test_a_rank_that_is_stopped_and_cannot_save_is_named(run: Path) -> None:
+    launcher = start_launcher(run, "stop", 2, stop_timeout=1.0)
+    pids = worker_pids(run, 2)
+    os.kill(pids[1], signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    out, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "rank 1 was stopped (SIGSTOP, or a debugger) and could not save" in out
+
+
 def test_a_hang_up_is_no_second_request(run: Path) -> None:
     launcher = start_launcher(run, "stop_in_a_second", 2)
     worker_pids(run, 2)
