@@ -70,7 +70,14 @@ def report_error(error: MgpuError) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    first = words[0] if words else ""
+    first = words[0] if words else "--help"
+    if first == "--version":
+        return _version([])
+    if first in ("-h", "--help", "help") and len(words) < 2:
+        from mgpu_pipe.help import program_help
+
+        print(program_help(), end="")
+        return EXIT_OK
     if first in VERBS:
         return VERBS[first](words[1:])
     if first and "=" not in first and not first.startswith(("-", "~")):
@@ -86,11 +93,20 @@ def _unknown_verb(word: str) -> BadInputError:
     return BadInputError(f"{PROGRAM} {word}: no such verb; {choose_from(word, VERBS)}; overrides are written key=value")
 
 
-def _composed(words: list[str], job: Job, after_sweep: Callable[[], None] | None = None) -> int:
+def _composed(verb: str, words: list[str], job: Job, after_sweep: Callable[[], None] | None = None) -> int:
     """Compose ``words`` and run ``job``: once, or for every run of a sweep, and then ``after_sweep``."""
     from mgpu_pipe.config import hydra_cli
 
+    if "--version" in words:
+        return _version([])
     parsed = hydra_cli.parse(words)
+    if parsed.help:
+        from mgpu_pipe.help import composing_help
+
+        print(composing_help(verb), end="")
+        return EXIT_OK
+    if shell := hydra_cli.asked_completion(parsed):
+        return _complete(parsed, shell)
     if hydra_cli.asks_hydra(parsed):
         hydra_cli.answer(parsed)
         return EXIT_OK
@@ -107,6 +123,23 @@ def _composed(words: list[str], job: Job, after_sweep: Callable[[], None] | None
     code = _sweep(parsed, job)
     after_sweep()
     return code
+
+
+def _complete(parsed: Namespace, shell: str) -> int:
+    """Print what the last word of the shell's line may become."""
+    from mgpu_pipe import completion
+    from mgpu_pipe.config import hydra_cli
+    from mgpu_pipe.config.listing import list_groups
+
+    line = os.environ.get("COMP_LINE", "")
+    if not line.strip():
+        raise BadInputError(f"-sc query={shell}: is what the shell asks; set it up by {PROGRAM} -sc install={shell}")
+    found = completion.choices(
+        line, VERBS, {"ls": lambda: list(list_groups()), "checkpoints": lambda: ["list", "check", "compare", "prune"]}
+    )
+    words = [*found.own, *(hydra_cli.completed_overrides(parsed, found.line) if found.line is not None else [])]
+    print(("\n" if shell == "fish" else " ").join(words))
+    return EXIT_OK
 
 
 def _sweep(parsed: Namespace, job: Job) -> int:
@@ -177,7 +210,7 @@ def _train(words: list[str]) -> int:
 
             runs_table(runs)
 
-    return _composed(words, job, after_sweep=table)
+    return _composed("train", words, job, after_sweep=table)
 
 
 def _check(words: list[str]) -> int:
@@ -188,7 +221,7 @@ def _check(words: list[str]) -> int:
         _print_rows(overview(config))
         return EXIT_OK
 
-    return _composed(words, job)
+    return _composed("check", words, job)
 
 
 def _print_rows(rows: list[tuple[str, str]]) -> None:
@@ -211,7 +244,7 @@ def _verify(words: list[str]) -> int:
 
         return verify(config, composition.overrides)
 
-    return _composed(words, job)
+    return _composed("verify", words, job)
 
 
 def _eval(words: list[str]) -> int:
@@ -252,11 +285,15 @@ def _report(words: list[str]) -> int:
 
 def _ls(words: list[str]) -> int:
     """List the groups and their options; the default is marked with a star."""
+    from mgpu_pipe.config.arguments import VerbParser, parse
     from mgpu_pipe.config.listing import list_groups
 
-    if len(words) > 1 or any(word.startswith("-") for word in words):
-        raise BadInputError(f"{PROGRAM} ls {' '.join(words)}: use {PROGRAM} ls, or {PROGRAM} ls <group>")
-    for group, options in list_groups(words[0] if words else None).items():
+    parser = VerbParser(prog=f"{PROGRAM} ls", description="List the groups and their options; * marks the default.")
+    parser.add_argument("group", nargs="?", metavar="GROUP", help="list this one alone")
+    arguments = parse(parser, words)
+    if arguments is None:
+        return EXIT_OK
+    for group, options in list_groups(arguments.group).items():
         print(group)
         width = max(len(option.name) for option in options)
         for option in options:
@@ -268,12 +305,26 @@ def _schema(words: list[str]) -> int:
     """Print the JSON schema of a configuration."""
     import json
 
-    from mgpu_pipe.config.json_schema import json_schema
+    if _takes_nothing("schema", "Print the JSON schema (draft 2020-12) of every key, for editors.", words):
+        from mgpu_pipe.config.json_schema import json_schema
 
-    if words:
-        raise BadInputError(f"{PROGRAM} schema takes nothing; {words[0]} was given")
-    print(json.dumps(json_schema(), indent=2))
+        print(json.dumps(json_schema(), indent=2))
     return EXIT_OK
+
+
+def _version(words: list[str]) -> int:
+    if _takes_nothing("version", "Print the version of this program.", words):
+        from mgpu_pipe import __version__
+
+        print(f"mgpu_pipe {__version__}")
+    return EXIT_OK
+
+
+def _takes_nothing(verb: str, description: str, words: list[str]) -> bool:
+    """Whether to go on; not after ``--help``, which is answered."""
+    from mgpu_pipe.config.arguments import VerbParser, parse
+
+    return parse(VerbParser(prog=f"{PROGRAM} {verb}", description=description), words) is not None
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -288,4 +339,5 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "ls": _ls,
     "schema": _schema,
+    "version": _version,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe import __version__, cli
+from mgpu_pipe.config.convert import all_keys
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.synonyms import MEANT
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,7 +87,12 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
         (["--cfg", "job", "strategy=ddpp"], "did you mean ddp?"),
         (["-m", "strategy=ddp,ddpp"], "strategy=ddpp: no such option; did you mean ddp?"),
         (["ls", "modle"], "no such group; did you mean model?"),
-        (["schema", "x"], "takes nothing"),
+        (["schema", "x"], "mgpu-pipe schema: unrecognized arguments: x"),
+        (["ls", "model", "data"], "mgpu-pipe ls: unrecognized arguments: data"),
+        (["-sc", "query=bash"], "set it up by mgpu-pipe -sc install=bash"),
+        (["check", "--resolve"], "--resolve: goes with --cfg job"),
+        (["--learning-rate", "3e-4"], "keys are set by key=value, without dashes; did you mean optimizer.lr?"),
+        (["check", "--optimizer.lr=1"], "keys are set by key=value, without dashes; optimizer.lr=..."),
     ],
 )
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str):
@@ -100,25 +108,100 @@ def test_hydras_own_flags_work(tmp_path: Path):
     assert shown.code == 0
     assert "dp_replicate: auto" in shown.out
     assert "devices: 3" in shown.out
-    help_text = mgpu_pipe("--help", folder=tmp_path)
-    assert help_text.code == 0
-    assert "strategy: cp, ddp, ep, fsdp, hsdp, megatron, pp, single, tp, zero1, zero2, zero3" in help_text.out
-    assert "mgpu-pipe check experiment=quickstart" in help_text.out
+    assert "== Flags ==" in mgpu_pipe("--hydra-help", folder=tmp_path).out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_the_programs_help_is_short_and_names_every_verb(capsys: pytest.CaptureFixture[str], words: list[str]):
+    assert cli.main(words) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and shown.out.startswith("usage: mgpu-pipe [VERB] [OVERRIDES]\n")
+    assert len(shown.out.splitlines()) <= 30 and max(map(len, shown.out.splitlines())) <= 80
+    listed = [line.split()[0] for line in shown.out.split("verbs:\n")[1].split("\n\n")[0].splitlines()]
+    assert listed == list(cli.VERBS)
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_each_verbs_help_is_short_and_its_own(capsys: pytest.CaptureFixture[str], verb: str):
+    try:
+        assert cli.main([verb, "--help"]) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    shown = capsys.readouterr()
+    assert shown.err == "" and len(shown.out.splitlines()) <= 35
+    assert shown.out.startswith(f"usage: mgpu-pipe {'[train]' if verb == 'train' else verb} ")
+    assert "--help" in shown.out
+
+
+@pytest.mark.parametrize("words", [["--version"], ["version"], ["check", "strategy=ddp", "--version"]])
+def test_the_version_is_this_programs(capsys: pytest.CaptureFixture[str], words: list[str]):
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out == f"mgpu_pipe {__version__}\n"
+
+
+KEYS = set(all_keys())
+
+
+@pytest.mark.parametrize(("meant", "words"), MEANT)
+def test_other_programs_names_for_a_key_lead_to_it(capsys: pytest.CaptureFixture[str], meant: str, words: str):
+    named = re.findall(r"\b(?:[a-z_]+\.)+[a-z_0-9]+(?==|\b)", meant) if " " in meant else [meant]
+    free = ("optimizer.options.", "model.config.", "callbacks.")
+    assert all(key in KEYS or key.startswith(free) for key in named)
+    for word in words.split():
+        assert word not in KEYS
+    word = words.split()[0]
+    for key in (word, f"trainer.{word}", word.replace("_", "-")):
+        assert cli.main(["check", f"{key}=1"]) == 2
+        assert f"error: {key}=1: no such key; " in (said := capsys.readouterr().err)
+        assert meant in said
 
 
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
+        ("mgpu-pipe che", {"check", "checkpoints", "checkpoint."}),
         ("mgpu-pipe strategy=s", {"strategy=single"}),
         ("mgpu-pipe check trainer.max_", {"trainer.max_steps=", "trainer.max_epochs="}),
         ("mgpu-pipe nonsense.", set()),
+        ("mgpu-pipe check --bogus strategy=s", set()),
+        ("mgpu-pipe verify --multi", {"--multirun"}),
+        ("mgpu-pipe export --m", {"--max-shard-size"}),
+        ("mgpu-pipe ls opt", {"optimizer"}),
+        ("mgpu-pipe checkpoints c", {"check", "compare"}),
+        ("mgpu-pipe eval data.tok", {"data.tokenizer=", "data.tokenize_workers="}),
+        ("mgpu-pipe eval optim", set()),
     ],
 )
-def test_completion(tmp_path: Path, line: str, offered: set[str]):
-    done = mgpu_pipe("-sc", "query=bash", folder=tmp_path, COMP_LINE=line, COMP_POINT=str(len(line)))
-    assert (done.code, done.err) == (0, "")
-    assert set(done.out.split()) == offered
+def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, offered: set[str]):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert set(captured.out.split()) - {"checkpoint="} == offered
+
+
+def test_bash_completes_verbs_and_overrides(tmp_path: Path):
+    """The function that ``-sc install=bash`` sets up, called as bash calls it."""
+    program = tmp_path / "mgpu-pipe"
+    start = f"import sys; sys.argv[0] = {str(program)!r}; from mgpu_pipe.cli import program; program()"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{start}" "$@"\n')
+    program.chmod(0o755)
+    script = textwrap.dedent("""
+        eval "$(mgpu-pipe -sc install=bash)"
+        complete -p mgpu-pipe
+        for line in "mgpu-pipe gen" "mgpu-pipe check strategy=meg"; do
+            COMP_LINE=$line COMP_POINT=${#line} COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+            hydra_bash_completion
+            echo "${COMPREPLY[@]}"
+        done
+    """)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[1:] == ["generate", "strategy=megatron"]
+    assert "hydra_bash_completion mgpu-pipe" in done.stdout.splitlines()[0]
 
 
 def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[str]):

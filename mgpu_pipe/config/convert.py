@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from mgpu_pipe.config.interpolation import MISSING, written
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
+from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def unknown_key(path: str, value: object) -> ConfigError:
     """The error for a key that the schema does not have."""
     close = _corrected(path) or nearest_key(path, all_keys())
     fix = f"did you mean {close}?" if close else "see the keys with: mgpu-pipe schema"
-    return ConfigError(path, value, fix, "no such key")
+    return ConfigError(path, value, known_elsewhere(path) or fix, "no such key")
 
 
 def _corrected(path: str) -> str | None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mgpu_pipe.config import compose
 from mgpu_pipe.config.compose import Composition
+from mgpu_pipe.config.convert import all_keys, unknown_key
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-COMPOSING_VERBS = ("train", "check", "verify")
 
 Job = Callable[[Composition], None]
 
@@ -32,22 +32,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        raise BadInputError(f"{message}; see mgpu-pipe --help")
+        raise BadInputError(f"{message}; {_as_override(message) or 'see mgpu-pipe --help'}")
 
     parser.error = refuse  # type: ignore[method-assign]
     parsed = parser.parse_intermixed_args(arguments)
+    if parsed.cfg is None and (parsed.resolve or parsed.package is not None):
+        raise BadInputError(f"--{'resolve' if parsed.resolve else 'package'}: goes with --cfg job, which prints")
     if parsed.experimental_rerun is not None:
         raise BadInputError("--experimental-rerun reads a pickle; give the overrides in overrides.txt again")
     return parsed
 
 
 def asks_hydra(parsed: argparse.Namespace) -> bool:
-    """Whether Hydra answers by itself: help, the configuration, information, completion."""
-    return bool(parsed.help or parsed.hydra_help or parsed.cfg or parsed.info or parsed.shell_completion)
+    """Whether Hydra answers by itself: its own help, the configuration, information, completion."""
+    return bool(parsed.hydra_help or parsed.cfg or parsed.info or parsed.shell_completion)
 
 
 def answer(parsed: argparse.Namespace) -> None:
-    """Let Hydra answer ``--help``, ``--hydra-help``, ``--cfg``, ``--info`` or ``--shell-completion``."""
+    """Let Hydra answer ``--hydra-help``, ``--cfg``, ``--info`` or ``--shell-completion``."""
     import logging
 
     from hydra import version
@@ -56,22 +58,46 @@ def answer(parsed: argparse.Namespace) -> None:
     version.setbase(compose.HYDRA_VERSION)
     compose.register()
     logging.raiseExceptions = False  # Hydra answers through logging, which would trace a reader that left
-    if parsed.shell_completion:
-        _drop_verb_from_completion()
-    elif not (parsed.help or parsed.hydra_help):
+    if not (parsed.shell_completion or parsed.hydra_help):
         with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
             parsed.overrides, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed))
         if errors:
             raise ConfigErrors(errors)
+    with compose.composition_errors(), _hydra_raises():
+        _run_hydra(
+            args=parsed, args_parser=get_args_parser(), task_function=_no_job,
+            config_path=str(_conf(parsed) or compose.conf_dir()), config_name=compose.CONFIG_NAME,
+        )
+
+
+def asked_completion(parsed: argparse.Namespace) -> str | None:
+    """The shell that wants to know how a line may go on; None where none does."""
+    asked = [text.removeprefix("query=") for text in parsed.overrides if text.startswith("query=")]
+    return asked[0] if parsed.shell_completion and asked else None
+
+
+def completed_overrides(parsed: argparse.Namespace, line: str) -> list[str]:
+    """Hydra's completion of the last word of ``line``; a line that it cannot read completes to nothing."""
+    shown = io.StringIO()
+    before = os.environ.get("COMP_LINE")
+    os.environ["COMP_LINE"] = line
     try:
-        with compose.composition_errors(), _hydra_raises():
-            _run_hydra(
-                args=parsed, args_parser=get_args_parser(), task_function=_no_job,
-                config_path=str(_conf(parsed) or compose.conf_dir()), config_name=compose.CONFIG_NAME,
-            )
-    except BadInputError:
-        if not parsed.shell_completion:  # a half-typed line completes to nothing, without a word
-            raise
+        with redirect_stdout(shown), redirect_stderr(io.StringIO()), suppress(BadInputError, SystemExit):
+            answer(parsed)
+    finally:
+        os.environ.pop("COMP_LINE") if before is None else os.environ.update(COMP_LINE=before)
+    return shown.getvalue().split()
+
+
+def _as_override(message: str) -> str | None:
+    """What an unknown flag is, written as an override; None where there is no such key."""
+    flag = message.partition("unrecognized arguments: --")[2].partition(" ")[0].partition("=")[0]
+    if not flag:
+        return None
+    key = flag.replace("-", "_")
+    fix = "" if key in all_keys() else unknown_key(key, "").fix
+    known = f"{key}=..." if key in all_keys() else fix
+    return None if fix.startswith("see the keys") else f"keys are set by key=value, without dashes; {known}"
 
 
 def compose_one(parsed: argparse.Namespace) -> Composition:
@@ -127,14 +153,3 @@ def _hydra_raises() -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = before
-
-
-def _drop_verb_from_completion() -> None:
-    """The shell hands over the whole line; Hydra would take the verb in it for an override."""
-    line = os.environ.get("COMP_LINE", "")
-    program, _, rest = line.partition(" ")
-    first, space, after = rest.lstrip().partition(" ")
-    if space and first in COMPOSING_VERBS:
-        os.environ["COMP_LINE"] = f"{program} {after}"
-        point = int(os.environ.get("COMP_POINT", len(line)))
-        os.environ["COMP_POINT"] = str(max(0, point - (len(line) - len(program) - 1 - len(after))))

@@ -18,6 +18,7 @@ from hydra.errors import HydraException
 from mgpu_pipe.config.convert import hints, unknown_key
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 FREE_GROUPS = ("experiment",)
@@ -144,7 +145,7 @@ def _as_key(override: Override, argument: str, kind: str) -> str:
 def _unknown(override: Override, groups: list[str]) -> ConfigError:
     """No such key; if it is one word that is like a group's name, that is meant."""
     key = override.key_or_group
-    if "." not in key:
+    if "." not in key and known_elsewhere(key) is None:
         close = choose_from(key, groups)
         if close.startswith("did you mean") and isinstance(override.value(), str):
             return ConfigError(key, _value_text(override), close.split(" (")[0], "no such key or group")
