@@ -83,9 +83,15 @@ def all_keys() -> tuple[str, ...]:
 
 def unknown_key(path: str, value: object) -> ConfigError:
     """The error for a key that the schema does not have."""
-    close = _corrected(path) or nearest_key(path, all_keys())
+    close = _corrected(path)
+    elsewhere = None if close and _last(close) == _last(path) else known_elsewhere(path)
+    close = close or nearest_key(path, all_keys())
     fix = f"did you mean {close}?" if close else "see the keys with: mgpu-pipe schema"
-    return ConfigError(path, value, known_elsewhere(path) or fix, "no such key")
+    return ConfigError(path, value, elsewhere or fix, "no such key")
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def _corrected(path: str) -> str | None:
