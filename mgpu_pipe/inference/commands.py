@@ -130,6 +130,7 @@ def _quiet() -> None:
 def _evaluate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.data.loader import evaluation_windows
     from mgpu_pipe.inference.evaluate import evaluate_windows
+    from mgpu_pipe.models.rotary import fix_rotary_length
     from mgpu_pipe.topology import BatchPlan
 
     run = _open(arguments)
@@ -141,6 +142,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             "data.validation_fraction", config.data.validation_fraction,
             "set it above 0, or give held-out files by data.validation_paths", "nothing is held out",
         )
+    fix_rotary_length(run.model, config.data.seq_len)
     result = evaluate_windows(run.model, windows)
     print(f"loss        {result.loss:.6f} nats a token")
     print(f"perplexity  {result.perplexity:.3f}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.models.rotary import length_at_hand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,7 +70,10 @@ def generate_text(
     device = next(model.parameters()).device
     try:
         devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), _forward_in_place(model, forward), torch.random.fork_rng(devices=devices):
+        with (
+            length_at_hand(model), torch.no_grad(), _forward_in_place(model, forward),
+            torch.random.fork_rng(devices=devices),
+        ):  # fmt: skip
             return [
                 _continue(
                     model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together,

@@ -110,9 +110,9 @@ def _check_model(config: RunConfig) -> None:
 def _check_packing(config: RunConfig) -> None:
     from mgpu_pipe.models.attention import check_packing
 
-    model_type = model_fields(config).get("model_type")
-    if model_type is not None:
-        check_packing(str(model_type), config.data.packing, config.model.attn_implementation)
+    fields = model_fields(config)
+    if fields.get("model_type") is not None:
+        check_packing(fields, config.data.packing, config.model.attn_implementation)
 
 
 def _check_data(config: RunConfig) -> None:

@@ -30,31 +30,46 @@ BY_POSITION_IDS = frozenset(
 """Families that keep restarted positions apart by themselves."""
 BY_MASK = frozenset(["biogpt", "falcon", "mpt", "opt", "xglm"])
 """Families that need the block-diagonal mask."""
+UNPACKED = {"falcon": "alibi"}
+"""A boolean of the configuration under which such a family cannot be packed: Falcon counts the positions of ALiBi's
+biases by a mask of another shape than the block-diagonal one."""
 FLASH = ("flash_attention_2", "flash_attention_3")
 
 Isolation = Literal["position_ids", "mask", "none"]
 
 
-def document_isolation(model_type: str) -> Isolation:
-    """How documents of one row are kept apart in that family; ``none``: they cannot be."""
+def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Isolation:
+    """How documents of one row are kept apart in a model of that family; ``none``: they cannot be.
+
+    Args:
+        fields: of the model's configuration.
+    """
+    if fields.get(UNPACKED.get(model_type, "")):
+        return "none"
     if model_type in BY_POSITION_IDS:
         return "position_ids"
     return "mask" if model_type in BY_MASK else "none"
 
 
-def check_packing(model_type: str, packing: str, attn_implementation: str = "auto") -> None:
+def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: str = "auto") -> None:
     """Raise where documents of a packed sample would see each other. Needs no torch.
+
+    Args:
+        fields: of the model's configuration, its ``model_type`` among them.
 
     Raises:
         ConfigError: ``data.packing`` packs, and the family (or its flash attention) cannot keep documents apart.
     """
-    isolation = document_isolation(model_type)
+    model_type = str(fields["model_type"])
+    isolation = document_isolation(model_type, fields)
     if packing == "none" or isolation == "position_ids":
         return
     if isolation == "none":
+        setting = UNPACKED.get(model_type)
+        having = f" with {setting}=true" if setting else ""
         raise ConfigError(
             "data.packing", packing, "use data.packing=none",
-            f"attention of the {model_type} family is not known to stay inside the documents of a packed sample",
+            f"attention of the {model_type} family{having} is not known to stay inside documents of a packed sample",
         )
     if attn_implementation in FLASH:
         raise ConfigError(
@@ -75,7 +90,7 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
         then have that shape too, and ``labels.reshape(1, -1)`` or any reshape to tokens fits them.
     """
     input_ids, position_ids = batch["input_ids"], batch["position_ids"]
-    isolation = document_isolation(model.config.model_type)
+    isolation = document_isolation(model.config.model_type, vars(model.config))
     kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
     if isolation == "none":
         return kwargs

@@ -34,6 +34,8 @@ class ConfigClass:
     """Further keywords that the class takes: constructor arguments, names it picks from ``kwargs``."""
     attribute_map: dict[str, str] = field(default_factory=dict)
     """Standard names for its own, e.g. hidden_size -> n_embd."""
+    computed: set[str] = field(default_factory=set)
+    """Properties: follow from the fields, and are set only where the class says so (Falcon's head_dim is not)."""
 
     @property
     def names(self) -> set[str]:
@@ -74,7 +76,8 @@ def config_class(model_type: str) -> ConfigClass | None:
     if folder is None or place is None:
         return None
     found = _read_class(*place, folder)
-    found.keywords |= _undeclared(place[0].with_name(place[0].name.replace("configuration_", "modeling_")))
+    looked_up = _undeclared(place[0].with_name(place[0].name.replace("configuration_", "modeling_")))
+    found.keywords |= looked_up - found.computed
     return found
 
 
@@ -173,6 +176,7 @@ def _merge(into: ConfigClass, other: ConfigClass) -> None:
     into.defaults.update(other.defaults)
     into.keywords |= other.keywords
     into.attribute_map.update(other.attribute_map)
+    into.computed |= other.computed
 
 
 def _read_attribute_map(item: ast.Assign, found: ConfigClass) -> None:
@@ -184,6 +188,8 @@ def _read_attribute_map(item: ast.Assign, found: ConfigClass) -> None:
 def _read_method(item: ast.FunctionDef, found: ConfigClass) -> None:
     if item.name == "__init__":
         found.keywords |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
+    if any(isinstance(one, ast.Name) and one.id == "property" for one in item.decorator_list):
+        found.computed.add(item.name)
     if any(isinstance(one, ast.Attribute) and one.attr == "setter" for one in item.decorator_list):
         found.keywords.add(item.name)
     if item.name not in ("__init__", "__post_init__"):

@@ -15,8 +15,6 @@ OWN_ATTENTION = frozenset(["gpt_neo"])
 BY_INTERFACE = BY_POSITION_IDS - OWN_ATTENTION
 """Families whose attention can run over several ranks and whose positions are an input."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-BY_LONGEST_POSITION = ("dynamic", "longrope")
-"""Rotary tables that depend on the longest position at hand, which a rank's part may not hold."""
 
 
 def context_parallel_errors(
@@ -89,17 +87,6 @@ def _attention_errors(
     for name in DROPOUTS:
         if fields.get(name):
             yield error(name, "set it to 0, or use strategy.cp=1", "context parallelism drops no attention out")
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling")
-    kinds = {str(entry.get("rope_type", entry.get("type"))) for entry in _mappings(rope)}
-    longest = min((entry["original_max_position_embeddings"] for entry in _mappings(rope)
-                   if isinstance(entry.get("original_max_position_embeddings"), int)),
-                  default=fields.get("max_position_embeddings"))  # fmt: skip
-    changing = sorted(kinds & set(BY_LONGEST_POSITION))
-    if changing and isinstance(longest, int) and seq_len > longest:
-        yield ConfigError(
-            "data.seq_len", seq_len, f"use at most {longest}, or strategy.cp=1",
-            f"rope_type={changing[0]} depends on the longest position, which not every rank of a sequence sees",
-        )  # fmt: skip
 
 
 def _window(fields: Mapping[str, Any]) -> int | None:
@@ -107,11 +94,3 @@ def _window(fields: Mapping[str, Any]) -> int | None:
     window, layers = fields.get("sliding_window"), fields.get("layer_types")
     used = fields.get("use_sliding_window", True) and (not layers or "sliding_attention" in layers)
     return window if used and isinstance(window, int) and window > 0 else None
-
-
-def _mappings(value: object) -> Iterator[Mapping[str, Any]]:
-    """``value`` and the mappings in it: rotary settings may be given by the kind of layer."""
-    if isinstance(value, Mapping):
-        yield value
-        for entry in value.values():
-            yield from _mappings(entry)

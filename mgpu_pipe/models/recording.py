@@ -207,15 +207,17 @@ class Recorder(TorchDispatchMode):
 
 
 class RealLiterals(TorchFunctionMode):
-    """Builds ``torch.tensor(...)`` on CPU and copies it to meta, so that a recorder sees the values."""
+    """Builds a ``torch.tensor(...)`` that belongs on meta on CPU and copies it, so that a recorder sees the values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor) and (device is None or torch.device(device).type == "meta"):
-            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        if func in (torch.tensor, torch.as_tensor):
+            device = kwargs.get("device")
+            wanted = torch.get_default_device() if device is None else torch.device(device)
+            if wanted.type == "meta":
+                return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         return func(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ recorded as a :class:`Layout`. Losses, and the gradients of everything that all 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,8 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "split_size")
 GROUPS = "num_key_value_groups"
 """Query heads a key-value head."""
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
+INSIDE = re.compile(r"(q|k|v|query|key)_(layer)?norm|act_fn")
+"""Modules between column- and row-parallel layers, where a plan does not name them."""
 
 
 def apply_tensor_parallel(
@@ -102,7 +105,8 @@ class TensorParallel:
     def _linears(self, name: str, module: nn.Module, styles: dict[str, Style]) -> None:
         """The cut children of ``module``, which share what enters them where it enters nothing else."""
         cut = {child: getattr(module, child) for child, style in styles.items() if style in ("column", "row", "packed")}
-        covered = {id(p) for child in styles for p in getattr(module, child).parameters()}
+        inside = [child for child in module._modules if child not in styles and INSIDE.fullmatch(child)]
+        covered = {id(p) for child in (*styles, *inside) for p in getattr(module, child).parameters()}
         shares_input = not name.endswith(SEVERAL_INPUTS) and all(id(p) in covered for p in module.parameters())
         key_value_heads = None
         for child, layer in cut.items():
@@ -114,6 +118,8 @@ class TensorParallel:
             else:
                 parts = self._parts(module, child, styles[child])
                 self._cut_linear(layer, _output_dim(layer), self._even(f"{name}.{child}", _outputs(layer), parts))
+        for child in inside:
+            self._between(f"{name}.{child}", getattr(module, child), _head_dim(module))
         self._count_local_heads(name, module, key_value_heads)
         if self.sequence is not None and not shares_input:
             raise ConfigError(
@@ -130,6 +136,27 @@ class TensorParallel:
                 column_parallel_alone(layer, self.group)
         if region is not None:
             region.wrap(module)
+
+    def _between(self, name: str, module: nn.Module, head_dim: int) -> None:
+        """What works on this rank's heads or width: cut where it has weights for each head, else whole on every rank.
+
+        Raises:
+            ConfigError: weights over all heads together, of which a rank has a part.
+        """
+        for attribute, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 2 and parameter.shape[-1] == head_dim:
+                heads = parameter.shape[0]
+                if heads % self.size and self.size % heads == 0:
+                    self._cut_shared_norm(module, attribute, heads)
+                else:
+                    self.parameters.cut(module, attribute, 0, self._even(name, heads))
+            elif parameter.numel() in (1, head_dim):
+                self.partial[self.parameters.name(parameter)] = None
+            else:
+                raise ConfigError(
+                    "strategy.tp", self.size, "use strategy.tp=1",
+                    f"{name} looks at all heads together, of which a rank has a part",
+                )
 
     def _parts(self, module: nn.Module, child: str, style: Style) -> int:
         """Matrices that are fused in a column-parallel layer: two of a gated unit, or query, key and value."""
@@ -187,6 +214,13 @@ class TensorParallel:
             if parameter is not None:
                 self.partial[self.parameters.name(parameter)] = sharers
         return heads, 1
+
+    def _cut_shared_norm(self, module: nn.Module, attribute: str, heads: int) -> None:
+        """Cut a norm's weights by key-value heads, of which there are fewer than ranks."""
+        sharing = self.size // heads
+        head = self.rank // sharing
+        self.parameters.cut(module, attribute, 0, [(head, head + 1)], owned=self.rank % sharing == 0)
+        self.partial[self.parameters.name(getattr(module, attribute))] = self._sharers(sharing)
 
     def _sharers(self, sharing: int) -> dist.ProcessGroup:
         """The group of the ``sharing`` neighbours that this rank shares its key-value head with."""

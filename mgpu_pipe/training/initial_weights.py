@@ -14,6 +14,7 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.topology import ParallelDims
 
@@ -32,6 +33,14 @@ def build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     """The model, and what fills it where it is still on the meta device."""
+    model, fill = _model_and_filler(config, device, sharded)
+    fix_rotary_length(model, config.data.seq_len)
+    return model, fill
+
+
+def _model_and_filler(
+    config: RunConfig, device: torch.device, sharded: bool
+) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     source = config.model
     if starts_from_folder(config):
         source = replace(config.model, type=None, path=config.checkpoint.init_from, config={})

@@ -18,6 +18,7 @@ from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -85,8 +86,10 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
     strategy = strategy_class(config.strategy.engine).from_config(
         config, dims, torch.device("cpu"), materialise=materialised, dropout_seed=None, stop_requested=lambda: False
     )
+    model = build_meta(config.model)
+    fix_rotary_length(model, config.data.seq_len)
     objective = objective_class(config.objective.name).from_config(
-        config, build_meta(config.model), optimizer_factory(config.optimizer),
+        config, model, optimizer_factory(config.optimizer),
         build_schedule(config.scheduler, config.scheduler.total_steps or 1),
     )  # fmt: skip
     return strategy, objective

@@ -17,6 +17,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.window import IGNORE_INDEX
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.verify.batches import Batch
@@ -48,6 +49,7 @@ class PlainRun:
 
     def __init__(self, config: RunConfig, precision: str = "fp32") -> None:
         model = build_meta(config.model)
+        fix_rotary_length(model, config.data.seq_len)
         self.model = materialise(model, config.seed, "cpu")
         if precision == "bf16_true":
             for parameter in model.parameters():

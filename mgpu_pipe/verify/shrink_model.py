@@ -28,6 +28,16 @@ LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rop
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+STATES: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    (("mamba_chunk_size", "chunk_size"), 8),
+    (("linear_num_key_heads", "linear_num_heads"), 2),
+    (("linear_num_value_heads",), 4),
+    (("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+)
+"""Sizes of state space layers and linear attention, and what they become at most."""
+STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
+"""Heads of state space layers, which together are as wide as the expanded hidden states."""
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -49,10 +59,11 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     takes = known.names | set(given)
     wanted: dict[str, Any] = {}
     for part in (
-        _attention(fields, takes, dims), _feed_forward(fields, dims), _experts(fields, dims),
+        _attention(fields, dims), _feed_forward(fields, dims), _experts(fields, dims),
         _layers(fields, stages), _vocabulary(fields, dims), _positions(fields, takes, seq_len), _dropouts(fields),
     ):  # fmt: skip
         wanted.update(part)
+    wanted.update(_state_space(fields, int(wanted["hidden_size"])))
     wanted.update(_rope(fields, wanted))
     changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
     changed = {spelled.get(name, name): value for name, value in changed.items()}
@@ -82,7 +93,7 @@ def _in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
     return [re.sub(r"(?<=\.)\d+(?=\.|$)", lambda found: str(int(found[0]) % layers), text) for text in patterns]
 
 
-def _attention(fields: Mapping[str, Any], takes: set[str], dims: ParallelDims) -> dict[str, Any]:
+def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     heads = int(fields.get("num_attention_heads") or 1)
     key_value = int(fields.get("num_key_value_heads") or heads)
     cut = dims.tp * dims.cp if key_value % (dims.tp * dims.cp) == 0 else dims.tp
@@ -90,12 +101,13 @@ def _attention(fields: Mapping[str, Any], takes: set[str], dims: ParallelDims) -
         ratio = heads // key_value
         key_value = _multiple(cut, min(key_value, 2))
         heads = key_value * ratio
-    has_head_dim = "head_dim" in takes
+    # Not where a model merely looks it up: its other sizes may rest on width / heads.
+    has_head_dim = isinstance(fields.get("head_dim"), int)
     width = _multiple(lcm(8, dims.tp, heads), WIDTH)
     if not has_head_dim:
         width = heads * _multiple(8, -(-WIDTH // heads))
     found: dict[str, Any] = {
-        "num_attention_heads": heads, "hidden_size": width, "head_dim": HEAD_DIM,
+        "num_attention_heads": heads, "hidden_size": width, **({"head_dim": HEAD_DIM} if has_head_dim else {}),
         "word_embed_proj_dim": width, "embedding_size": width,
     }  # fmt: skip
     if fields.get("num_key_value_heads") is not None:
@@ -124,6 +136,20 @@ def _experts(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
             fewest = max(taken, min(count, EXPERTS))
             divides = count % dims.ep == 0
             found[name] = _multiple(lcm(dims.ep if divides else 1, groups), max(fewest, 2 * groups))
+    return found
+
+
+def _state_space(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """State space layers and linear attention: the same number of groups, states and chunks a few wide."""
+    found = {name: min(fields[name], size) for names, size in STATES for name in names
+             if isinstance(fields.get(name), int)}  # fmt: skip
+    expansion = fields.get("mamba_expand") or fields.get("expand")
+    inner = int(expansion or 2) * width
+    for heads, head_dim in STATE_HEADS if expansion else ():
+        if isinstance(fields.get(heads), int) and fields.get(head_dim) is not None:
+            found.update({heads: inner // HEAD_DIM, head_dim: HEAD_DIM})
+    if isinstance(fields.get("mamba_d_ssm"), int):
+        found["mamba_d_ssm"] = inner
     return found
 
 

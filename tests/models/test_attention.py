@@ -72,8 +72,10 @@ def test_mask_is_causal_inside_documents() -> None:
 
 def test_families_that_cannot_be_packed_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.packing=best_fit.*data\.packing=none"):
-        check_packing("mamba", "best_fit")
+        check_packing({"model_type": "mamba"}, "best_fit")
     with pytest.raises(ConfigError, match="flash_attention_2"):
-        check_packing("falcon", "best_fit", "flash_attention_2")
-    check_packing("mamba", "none")
-    check_packing("llama", "best_fit", "flash_attention_2")
+        check_packing({"model_type": "falcon"}, "best_fit", "flash_attention_2")
+    with pytest.raises(ConfigError, match=r"falcon family with alibi=true .*; use data\.packing=none"):
+        check_packing({"model_type": "falcon", "alibi": True}, "best_fit")
+    check_packing({"model_type": "mamba"}, "none")
+    check_packing({"model_type": "llama"}, "best_fit", "flash_attention_2")

@@ -47,10 +47,6 @@ def test_families_that_cannot_are_told_with_those_that_can(model_type: str) -> N
         ("gpt2", {"attn_pdrop": 0.1}, "model.config.attn_pdrop=0.1"),
         ("llama", {"attention_dropout": 0.2}, "model.config.attention_dropout=0.2"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "model.config.use_bidirectional_attention=true"),
-        (
-            "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 128},
-            "data.seq_len=256",
-        ),
     ],
 )  # fmt: skip
 def test_attention_that_is_not_computed_is_refused_by_its_field(
@@ -68,6 +64,11 @@ def test_a_window_that_is_not_used_or_long_enough_is_fine() -> None:
     assert messages("mistral", 2, "ring", 4096) == []
     assert messages("mistral", 2, "ring", 8192, sliding_window=None) == []
     assert len(messages("mistral", 2, "ring", 8192)) == 1
+
+
+def test_rotary_tables_by_the_length_of_the_run_are_the_same_on_every_rank() -> None:
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 4.0}
+    assert messages("llama", 2, "ring", 256, rope_parameters=rope) == []
 
 
 def test_no_torch_is_needed() -> None:
