@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.threads import limit_threads
+from mgpu_pipe.strategies.build_extension import FOLDER
+from tests.support.needs import need_nvme, need_torch_compile
 from tests.support.tables import (  # noqa: F401  pytest finds hooks here
     pytest_sessionfinish,
     pytest_terminal_summary,
@@ -36,3 +40,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if text.strip():
                 (folder / f"{package.replace('/', '-')}-{source.name}.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="session")
+def nvme_extension() -> str:
+    """Where DeepSpeed's NVMe access is compiled; it stays in the user's cache, since compiling takes minutes."""
+    need_nvme()
+    config, _ = compose(["strategy=zero3_nvme"])
+    prepare_extensions(config)
+    return os.environ.pop(FOLDER)
+
+
+@pytest.fixture(scope="session")
+def torch_compile() -> None:
+    """torch.compile finds what it compiles with."""
+    need_torch_compile()

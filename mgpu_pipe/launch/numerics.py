@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 
@@ -11,6 +9,7 @@ from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, cpu_is_fast_at_fp16, 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.launch.toolchain import compiler, missing_compiler, missing_headers
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs with float8 matrix units (Ada, Hopper)."""
@@ -59,11 +58,10 @@ def _offload_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _compile_errors(config: RunConfig) -> list[BadInputError]:
-    if not config.model.compile or device_type(config) != "cpu":
-        return []
-    wanted = os.environ.get("CXX")
-    if any(shutil.which(name) for name in ([wanted] if wanted else COMPILERS)):
-        return []
-    missing = f"CXX={wanted} is not there" if wanted else "there is none"
-    reason = f"torch.compile on the CPU needs a C++ compiler, and {missing}"
-    return [ConfigError("model.compile", True, "install g++, or use false", reason)]
+    return compile_errors() if config.model.compile and device_type(config) == "cpu" else []
+
+
+def compile_errors() -> list[BadInputError]:
+    """What is missing for torch.compile on the CPU."""
+    what = ("model.compile", True, "torch.compile builds C++ code on the CPU")
+    return [*(missing_compiler(*what) if compiler(COMPILERS) is None else ()), *missing_headers(*what)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.launch.toolchain import compiler, missing_compiler, missing_headers
 from mgpu_pipe.models.count import count_parameters
 
 MASTER_AND_GRADIENT_BYTES = 8
@@ -20,6 +21,7 @@ STATE_BYTES = {"SGD": 4, "Adagrad": 4, "ASGD": 4, "RMSprop": 4}
 """Bytes of optimizer state for a parameter; Adam and its kin keep two fp32 values."""
 ADAM_STATE_BYTES = 8
 COMPILE_TIMEOUT_S = 60
+COMPILES = "DeepSpeed compiles an extension"
 AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_destroy(0) == 1; }\n"
 
 
@@ -90,13 +92,8 @@ def _writable(folder: Path) -> bool:
     return True
 
 
-def compiler() -> str | None:
-    """The C++ compiler that torch builds extensions with."""
-    return shutil.which(os.environ.get("CXX", "c++"))
-
-
 def compiler_errors() -> list[BadInputError]:
-    """What is missing for the file access that DeepSpeed compiles: a compiler, ninja, libaio."""
+    """What is missing for the file access that DeepSpeed compiles: a compiler, Python's headers, ninja, libaio."""
     return list(_compiler_errors())
 
 
@@ -104,11 +101,11 @@ def _compiler_errors() -> Iterator[BadInputError]:
     key, value = "strategy.offload", "nvme"
     cxx = compiler()
     if cxx is None:
-        yield ConfigError(key, value, "install one (Debian and Ubuntu: apt-get install g++), or set CXX",
-                          "DeepSpeed compiles an extension, and there is no C++ compiler")
+        yield from missing_compiler(key, value, COMPILES)
+    yield from missing_headers(key, value, COMPILES)
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
         yield ConfigError(key, value, "install it: pip install ninja",
-                          "DeepSpeed compiles an extension, and there is no ninja")
+                          f"{COMPILES}, and there is no ninja")
     if cxx is not None and not _has_libaio(cxx):
         yield ConfigError(key, value, "install libaio (Debian and Ubuntu: apt-get install libaio-dev; "
                           "Fedora: libaio-devel)", "DeepSpeed reads and writes through libaio, which is not here")

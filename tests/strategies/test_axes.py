@@ -11,6 +11,7 @@ import torch
 
 from mgpu_pipe.topology import ParallelDims
 from tests.strategies.test_matrix import BF16_FACTOR, bf16_error
+from tests.support.needs import need_torch_compile
 from tests.support.processes import run_processes
 from tests.support.tables import AXES_CELLS
 from tests.support.training import SEED, Case, Outcome, assembled, plain, trained, worst_error
@@ -127,6 +128,8 @@ def oracle(model: str, layers: int, max_norm: float | None, data: str) -> dict[s
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name, t in TOPOLOGIES.items() for model in t.models])
 def test_the_topology_is_one_process(name: str, model: str) -> None:
     topology = TOPOLOGIES[name]
+    if "compile_model" in topology.options:
+        need_torch_compile()
     AXES_CELLS[name, model] = "FAILED"
     outcomes: list[Outcome] = [rank[topology.models.index(model)] for rank in results(name)]
     assert not any(isinstance(outcome, str) for outcome in outcomes), outcomes

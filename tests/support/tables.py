@@ -1,10 +1,12 @@
-"""Tables at the end of the report: what the matrix, the axes and the checkpoints' transfers found."""
+"""Tables at the end of the report: what the matrix, the axes and the transfers found; last, what was skipped."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+
+from tests.support.needs import show_skipped
 
 CELLS: dict[tuple[str, str, str], str] = {}
 """(strategy, model, feature) -> the worst error over its bound, or what went wrong."""
@@ -34,6 +36,11 @@ def pytest_testnodedown(node: Any, error: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    _show_tables(terminalreporter)
+    show_skipped(terminalreporter)
+
+
+def _show_tables(terminalreporter: Any) -> None:
     if TOLD:
         terminalreporter.section("counted")
         for line in TOLD:

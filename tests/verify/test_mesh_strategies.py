@@ -86,6 +86,7 @@ def test_one_ranks_wrong_gradient_is_found(overrides: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_compile")
 def test_compiled_blocks_are_the_plain_computation() -> None:
     config = small_run(
         "model=llama_tiny", "trainer.devices=2", *FSDP, "model.compile=true", "strategy.activation_checkpointing=full",

@@ -45,7 +45,9 @@ PRESETS = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_cpu", "zero3
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_exit_code_and_the_parameter(preset: str, tmp_path: Path) -> None:
+def test_the_exit_code_and_the_parameter(preset: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if preset == "zero3_nvme":
+        request.getfixturevalue("nvme_extension")
     (tmp_path / "nvme").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,0 +1,61 @@
+"""What some tests need of the machine beyond Python, make and g++, and the list of tests that went without it.
+
+A test that lacks something is skipped with a reason that says how to get it: ``... apt-get install <packages>``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.launch.numerics import compile_errors
+from mgpu_pipe.launch.offload import compiler_errors
+
+INSTALL = re.compile(r"\b(apt-get|pip) install ([a-z0-9][a-z0-9+.-]*[a-z0-9+])")
+
+
+def need_nvme() -> None:
+    """Skip where DeepSpeed's NVMe access cannot be compiled."""
+    _need(compiler_errors())
+
+
+def need_torch_compile() -> None:
+    """Skip where torch.compile has nothing to compile with."""
+    _need(compile_errors())
+
+
+def _need(missing: Sequence[Exception]) -> None:
+    if missing:
+        pytest.skip("; ".join(map(str, missing)))
+
+
+def show_skipped(terminalreporter: Any) -> None:
+    """Print how many tests were skipped, why, and the line that installs all that was missing."""
+    reasons = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if not reasons:
+        return
+    terminalreporter.section("skipped")
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.line(f"{count:4} x {reason}")
+    lines = install_lines(reasons)
+    if lines:
+        terminalreporter.line(f"to run those that lack a package: {' && '.join(lines)}")
+
+
+def install_lines(reasons: Sequence[str] | Counter[str]) -> list[str]:
+    """One command a package manager, for everything that the reasons name."""
+    packages: dict[str, set[str]] = {}
+    for reason in reasons:
+        for manager, package in INSTALL.findall(reason):
+            packages.setdefault(manager, set()).add(package)
+    return [f"{manager} install {' '.join(sorted(packages[manager]))}" for manager in sorted(packages)]
+
+
+def _reason(report: Any) -> str:
+    """Of a skipped test's report, whose text is (file, line, reason)."""
+    text = report.longrepr[2] if isinstance(report.longrepr, (tuple, list)) else str(report.longrepr)
+    return " ".join(text.removeprefix("Skipped: ").split())
