@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.sources import Document
 from mgpu_pipe.data.split import document_hash
-from mgpu_pipe.errors import WorkerError
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.chat import ChatTemplate, Span
@@ -178,48 +172,16 @@ def encode_all(spec: EncoderSpec, documents: Iterable[Document], workers: int) -
 
 
 def _encode_in_pool(spec: EncoderSpec, work: Iterable[list[Document]], workers: int) -> Iterator[EncodedBatch]:
-    pool = ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(spec,)
-    )
-    running: deque[Future[EncodedBatch]] = deque()
-    try:
-        for batch in work:
-            running.append(pool.submit(_work, batch))
-            if len(running) >= _BATCHES_IN_FLIGHT * workers:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-    except BrokenProcessPool as error:
-        raise WorkerError(
-            "a tokenising process died (killed, or out of memory): use fewer with data.tokenize_workers=1"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    return work_in_order(
+        work, workers, _batch_encoder, (spec,), ahead=_BATCHES_IN_FLIGHT,
+        what="a tokenising process died (killed, or out of memory): use fewer with data.tokenize_workers=1",
+    )  # fmt: skip
 
 
-_encoder: Encoder | None = None
-
-
-def _start_worker(spec: EncoderSpec) -> None:
-    """Ready a pool's process: it ends with its parent, leaves Ctrl-C to it, and takes one core."""
-    global _encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _batch_encoder(spec: EncoderSpec) -> Callable[[list[Document]], EncodedBatch]:
+    """In a pool's process, which takes one core."""
     os.environ[_PARALLELISM] = "false"
-    _encoder = Encoder(spec)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _work(batch: list[Document]) -> EncodedBatch:
-    if _encoder is None:
-        raise RuntimeError("the worker was not started by its initializer")
-    return _encoder.encode(batch)
+    return Encoder(spec).encode
 
 
 @contextmanager

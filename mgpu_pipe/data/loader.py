@@ -7,18 +7,19 @@ counts: no process talks to another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from dataclasses import replace
 from math import ceil
-from typing import Protocol, TypeVar, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.data.window import StepWindow
 from mgpu_pipe.topology import BatchPlan
@@ -26,14 +27,15 @@ from mgpu_pipe.topology import BatchPlan
 # Samples whose order is computed at once: one call for many steps costs less than many calls.
 _ORDER_BLOCK = 1 << 14
 
-T = TypeVar("T")
+WINDOWS_AHEAD = 2
+"""That each loader process makes before they are asked for."""
 
 
 class SizedWindows(Sized, Iterable[StepWindow], Protocol):
     """Windows that can be counted and gone through more than once."""
 
 
-class TrainWindows(Dataset[StepWindow]):
+class TrainWindows:
     """The windows of the steps from a cursor to the run's end, by number.
 
     Args:
@@ -81,6 +83,40 @@ class TrainWindows(Dataset[StepWindow]):
             self._block = self._order.indices(self._start + begin * total, steps * total)
             self._block_number = block
         return self._block[within * total : (within + 1) * total]
+
+
+class WindowsAhead:
+    """The same windows, made by processes that work ahead.
+
+    Args:
+        processes: how many.
+    """
+
+    def __init__(self, windows: TrainWindows, processes: int) -> None:
+        self._windows, self._processes = windows, processes
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __iter__(self) -> Iterator[StepWindow]:
+        numbers = range(len(self._windows))
+        made = work_in_order(
+            numbers, self._processes, _window_maker, (self._windows,), ahead=WINDOWS_AHEAD,
+            what="a loader process died (killed, or out of memory): use fewer, with data.num_workers=0 none",
+        )  # fmt: skip
+        for window in made:
+            yield _with_arrays_as(torch.from_numpy, window)
+
+
+def _window_maker(windows: TrainWindows) -> Callable[[int], StepWindow]:
+    """In a loader process. Arrays travel, not tensors, which torch would put into shared memory."""
+    torch.set_num_threads(1)
+    return lambda number: _with_arrays_as(torch.Tensor.numpy, windows[number])
+
+
+def _with_arrays_as(convert: Callable[[Any], Any], window: StepWindow) -> StepWindow:
+    batches = [{name: convert(value) for name, value in batch.items()} for batch in window.micro_batches]
+    return replace(window, micro_batches=batches)
 
 
 class EvaluationWindows(Sequence[StepWindow]):
@@ -136,12 +172,7 @@ def train_windows(
     windows = TrainWindows(dataset, order, plan, data_parallel_rank, start_sample, remaining)
     if config.data.num_workers == 0:
         return windows
-    # Not by fork: this process has threads by now (gloo's, its lifeline), and a lock that one of them holds in that
-    # moment is held for ever in the copy.
-    return DataLoader(
-        windows, batch_size=None, num_workers=config.data.num_workers, collate_fn=_unchanged,
-        multiprocessing_context="spawn",
-    )  # fmt: skip
+    return WindowsAhead(windows, config.data.num_workers)
 
 
 def evaluation_windows(
@@ -152,10 +183,6 @@ def evaluation_windows(
         return []
     dataset = PackedDataset.open(prepared, "validation")
     return EvaluationWindows(dataset, prepared.evaluated_samples(), plan, data_parallel_rank)
-
-
-def _unchanged(value: T) -> T:
-    return value
 
 
 def _window(

@@ -1,4 +1,4 @@
-"""``python -m mgpu_pipe.inference.check_export FOLDER PROBE``: does the folder give the logits of the probe?
+"""``python -m mgpu_pipe.inference.check_export FOLDER``: does the folder give the logits of the probe on stdin?
 
 Run in a process of its own, so that nothing of the exporting one can help: only transformers and the files.
 """
@@ -9,15 +9,15 @@ import sys
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference of a logit, relative to the largest logit: rounding of that type over a model's depth."""
 
 
-def main(folder: str, probe_file: str) -> int:
-    probe = load_file(probe_file)
+def main(folder: str) -> int:
+    probe = load(sys.stdin.buffer.read())
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, dtype="auto", output_loading_info=True
     )
@@ -36,4 +36,4 @@ def main(folder: str, probe_file: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1]))

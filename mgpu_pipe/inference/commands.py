@@ -226,8 +226,6 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    import tempfile
-
     from mgpu_pipe.config.compose import compose
 
     strange = [text for text in arguments.overrides if not text.lstrip("+").startswith(("model.", "model="))]
@@ -240,14 +238,14 @@ def _import(arguments: argparse.Namespace) -> None:
     model = compose(arguments.overrides)[0].model
     out = arguments.out.expanduser()
     _quiet()
-    from mgpu_pipe.inference.export import check_target, export_folder
+    from mgpu_pipe.inference.export import check_target, export_folder, working_folder
     from mgpu_pipe.inference.foreign import read_weights
     from mgpu_pipe.inference.importing import fill_from_foreign
 
     check_target(out, arguments.force)
     source = arguments.source.expanduser()
-    with tempfile.TemporaryDirectory(prefix="mgpu-pipe-import-") as scratch:
-        weights = read_weights(source, arguments.trust, Path(scratch))
+    with working_folder(out, ".import") as scratch:
+        weights = read_weights(source, arguments.trust, scratch)
         stored = fill_from_foreign(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
         export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"imported {source} to {out} ({len(weights)} tensors, {arguments.dtype}; logits compared)")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mgpu_pipe.child import bound
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference.load import Read, StoredModel
 
@@ -44,26 +47,73 @@ def export_folder(
     from mgpu_pipe.models.save import write_tokenizer
 
     check_target(out, force)
-    partial = out.with_name(out.name + ".partial")
-    try:
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
-    try:
-        weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
-        limit = max_shard_bytes or MAX_SHARD_BYTES
-        write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
-        if stored.tokenizer_folder is not None:
-            write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens)
-        _prove(stored.model, stored.read, weights_type, partial)
-        _put_in_place(partial, out)
-    except OSError as error:
-        raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with working_folder(out) as partial:
+        check_target(out, force)  # a killed export's half of a replacement is undone by now
+        try:
+            weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
+            write_model_folder(stored.model, stored.read, partial, weights_type, max_shard_bytes or MAX_SHARD_BYTES)
+            if stored.tokenizer_folder is not None:
+                write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens)
+            _prove(stored.model, stored.read, weights_type, partial)
+            _put_in_place(partial, out)
+        except OSError as error:
+            raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     return out
+
+
+@contextmanager
+def working_folder(out: Path, kind: str = "") -> Iterator[Path]:
+    """An empty folder beside ``out`` to work in; it goes at the end, and what a killed process left of one goes now.
+
+    Args:
+        kind: tells working folders of one ``out`` apart.
+
+    Raises:
+        BadInputError: the folder cannot be made, or another process is working in it.
+    """
+    partial = out.with_name(f"{out.name}{kind}.partial")
+    with ExitStack() as held:
+        try:
+            if partial.exists():
+                held.enter_context(_locked(partial, out))
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            held.callback(shutil.rmtree, partial, ignore_errors=True)
+            held.enter_context(_locked(partial, out))
+            _undo_half_a_replacement(out)
+        except OSError as error:
+            raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
+        yield partial
+
+
+@contextmanager
+def _locked(folder: Path, out: Path) -> Iterator[None]:
+    """Hold ``folder``; the kernel lets go of it when this process is killed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInputError(f"--out={out}: another process is writing it; wait for it, or end it") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _replaced(out: Path) -> Path:
+    """Where a folder that is being replaced waits."""
+    return out.with_name(out.name + ".replaced.partial")
+
+
+def _undo_half_a_replacement(out: Path) -> None:
+    """After a kill between its two renames the old folder gets its name back; after both it goes."""
+    old = _replaced(out)
+    if not old.exists():
+        return
+    if out.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(out)
 
 
 def check_target(out: Path, force: bool) -> None:
@@ -83,7 +133,7 @@ def check_target(out: Path, force: bool) -> None:
 def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path) -> None:
     """Have a fresh process load the folder and compare its logits with the model's."""
     import torch
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     from mgpu_pipe.inference.by_blocks import logits_by_blocks
 
@@ -94,15 +144,13 @@ def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path)
     logits = logits_by_blocks(model, read, ids, dtype).float().contiguous()
     package = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryDirectory() as scratch:
-        probe = Path(scratch) / "probe.safetensors"
-        save_file({"input_ids": ids, "logits": logits}, probe)
-        done = subprocess.run(
-            [sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder), str(probe)],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
+    done = subprocess.run(
+        bound([sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder)]),
+        input=save({"input_ids": ids, "logits": logits}), capture_output=True,
+        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise MgpuError(f"the exported folder failed its check and was removed: {last}")
 
 
@@ -110,9 +158,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
     if not out.exists():
         partial.rename(out)
         return
-    old = out.with_name(out.name + ".old")
-    if old.exists():
-        shutil.rmtree(old)
+    old = _replaced(out)
     out.rename(old)
     try:
         partial.rename(out)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mgpu_pipe.child import bound
 from mgpu_pipe.errors import BadInputError, MgpuError
 
 LATEST = "latest"
@@ -92,7 +93,7 @@ def _read_deepspeed(source: Path, trust: bool, scratch: Path) -> dict[str, torch
     # Never the zero_to_fp32.py that lies in the folder: the installed package's own.
     command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder.absolute()), str(scratch), *tag]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=scratch,
+        bound(command), capture_output=True, text=True, cwd=scratch,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     if done.returncode:

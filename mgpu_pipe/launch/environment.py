@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mgpu_pipe
+from mgpu_pipe.child import bound
 from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.launch.threads import WAITING_VARIABLES, Threads
 
@@ -91,8 +92,9 @@ def _output(*command: str) -> str:
     """What a program prints; empty where it is missing, fails or hangs."""
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=COMMAND_TIMEOUT_S, check=True
-        )
+            bound(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=COMMAND_TIMEOUT_S,
+            check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

@@ -6,17 +6,21 @@ import fcntl
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
+from mgpu_pipe.child import bound
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.launch.warden import Warden
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 
@@ -76,13 +80,31 @@ def _build(folder: Path, device: str) -> None:
     if device == "cpu":
         environment["DS_ACCELERATOR"] = "cpu"
     with log.open("w") as out:
-        done = subprocess.run([sys.executable, *BUILDER], env=environment, stdout=out, stderr=out)
-    if done.returncode != 0:
+        code = _run_whole([sys.executable, *BUILDER], environment, out)
+    if code != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if "rror" in line]
         why = f" ({lines[-1][:200]})" if lines else ""
         raise ConfigError("strategy.offload", "nvme", f"see {log}, or use strategy.offload=cpu",
                           f"DeepSpeed's NVMe access could not be compiled{why}")
     (folder / READY).touch()
+
+
+def _run_whole(command: list[str], environment: dict[str, str], out: TextIO) -> int:
+    """The command's exit code. Its compilers, which are its children, end with this process, too."""
+    warden = Warden()
+    process = subprocess.Popen(
+        bound(command), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+    )
+    try:
+        warden.watch(process.pid)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # unreaped, its group cannot be another's
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        warden.dismiss(process.pid)
+        code = process.wait()
+        warden.close()
+    return code
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -27,7 +28,6 @@ from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.live_output import LiveStream
 from mgpu_pipe.launch.lock import RunLock, process_identity
-from mgpu_pipe.launch.parent_death import die_with_parent
 from mgpu_pipe.launch.resume import resume_step
 from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.supervisor import Outcome

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mgpu_pipe.child import bound
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -114,5 +115,7 @@ def _compiler_errors() -> Iterator[BadInputError]:
 def _has_libaio(cxx: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         program = [cxx, "-x", "c++", "-", "-laio", "-o", str(Path(folder) / "program")]
-        done = subprocess.run(program, input=AIO_PROGRAM, text=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+        done = subprocess.run(
+            bound(program), input=AIO_PROGRAM, text=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+        )
     return done.returncode == 0

@@ -8,31 +8,20 @@ word that the data is ready, so that workers can import what they need meanwhile
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
 from collections.abc import Mapping
 
+from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.joined_world import LIFELINE_FD
 
-PR_SET_PDEATHSIG = 1
 GO = b"g"
 LAUNCHER_PID = "MGPU_LAUNCHER_PID"
 
 _close_in_forks: set[int] = set()
 _forks_bound = False
 _forked_by: tuple[int, bool] = (0, False)
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Get SIGKILL when the thread of ``parent_pid`` that started this process ends; at once if it is gone already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
-    if os.getppid() != parent_pid:
-        os._exit(1)
 
 
 def bind_forks() -> None:

@@ -1,0 +1,111 @@
+"""Work for a few processes, whose results come in order. Everything goes through pipes.
+
+The standard library's pools and torch's loader make named semaphores, which stay in ``/dev/shm`` when their processes
+are killed together. A pipe has no name: nothing is left, whoever is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from mgpu_pipe.child import die_with_parent
+from mgpu_pipe.errors import WorkerError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def work_in_order(
+    items: Iterable[T], count: int, make: Callable[..., Callable[[T], R]], arguments: tuple[Any, ...], *,
+    ahead: int, what: str,
+) -> Iterator[R]:  # fmt: skip
+    """What ``make(*arguments)``, called once in each of ``count`` processes, returns for each item.
+
+    The processes are spawned, for this one may have threads whose locks a fork would copy. They end with this process,
+    which must iterate in its main thread, and with the iteration.
+
+    Args:
+        make: a function of a module, as are those that it returns.
+        ahead: items a process is given before the first result is asked for.
+        what: names such a process, and what to do where one dies, in an error.
+
+    Raises:
+        WorkerError: a process was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes: list[Connection] = []
+    processes: list[Any] = []
+    try:
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(os.getpid(), theirs, make, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        waiting: deque[Connection] = deque()
+        for number, item in enumerate(items):
+            pipe = pipes[number % count]
+            _send(pipe, item, what)
+            waiting.append(pipe)
+            if len(waiting) >= ahead * count:
+                yield _receive(waiting.popleft(), what)
+        while waiting:
+            yield _receive(waiting.popleft(), what)
+    finally:
+        for process in processes:
+            process.kill()
+        for process, pipe in zip(processes, pipes, strict=False):
+            process.join()
+            pipe.close()
+
+
+def _send(pipe: Connection, item: object, what: str) -> None:
+    try:
+        pipe.send_bytes(pickle.dumps(item, protocol=5))
+    except OSError as error:
+        raise WorkerError(what) from error
+
+
+def _receive(pipe: Connection, what: str) -> Any:
+    try:
+        done, value = pickle.loads(pipe.recv_bytes())
+    except (EOFError, OSError) as error:
+        raise WorkerError(what) from error
+    if not done:
+        raise value
+    return value
+
+
+def _serve(parent_pid: int, pipe: Connection, make: Callable[..., Callable[[Any], Any]], arguments: Any) -> None:
+    """A process's life: what stops the run is its parent's to answer."""
+    die_with_parent(parent_pid)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    given: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    # Read at once: a parent that waits for its item to be taken could not take a result, which this process waits for.
+    threading.Thread(target=_read_into, args=(pipe, given), daemon=True).start()
+    work = make(*arguments)
+    while (item := given.get()) is not None:
+        try:
+            result = (True, work(pickle.loads(item)))
+        except Exception as error:
+            result = (False, error)
+        pipe.send_bytes(pickle.dumps(result, protocol=5))
+
+
+def _read_into(pipe: Connection, given: queue.SimpleQueue[bytes | None]) -> None:
+    try:
+        while True:
+            given.put(pipe.recv_bytes())
+    except (EOFError, OSError):
+        given.put(None)
