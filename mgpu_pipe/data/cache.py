@@ -1,7 +1,9 @@
-"""Folders of derived data: built once under a lock, committed by a rename, checked by size before use.
+"""Folders of derived data: built once under a lock, committed by a rename, checked before use.
 
-A cached folder is complete when its ``manifest.json``, written last, lists every file with its size. Readers take no
-lock: a folder appears under its final name only when it is whole.
+A cached folder is complete when its ``manifest.json``, written last, lists every file with its size and the hash of
+each 4 MiB. Readers take no lock: a folder appears under its final name only when it is whole. Sizes are checked at each
+use, hashes once a machine and file: ``verified/<host>/`` remembers what was read since the machine started, by inode,
+size and times.
 """
 
 from __future__ import annotations
@@ -10,16 +12,21 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.data.blocks import hash_blocks
 from mgpu_pipe.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNWRITABLE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST, errno.ENOENT,
     errno.ENAMETOOLONG, errno.ELOOP,
@@ -68,25 +75,78 @@ def writing_to_cache(cache: Path) -> Iterator[None]:
 
 
 def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Flush every file of ``folder`` to disk, then write its manifest: ``meta`` and the size of each file."""
-    sizes = {}
+    """Flush every file of ``folder`` to disk, then write its manifest: ``meta``, and size and hashes of each file."""
+    listed = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-        sizes[path.name] = path.stat().st_size
-    write_json(folder / MANIFEST, {**meta, "files": sizes})
+        listed[path.name] = {"size": path.stat().st_size, "sha256": hash_blocks(path)}
+    write_json(folder / MANIFEST, {**meta, "files": listed})
+    _flush_folder(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a whole folder, or None where it is missing, broken, or a file has another size."""
+def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
+    """The manifest of a whole folder, or None where it is missing, broken, or a file is not what it lists.
+
+    Args:
+        tell: name what is damaged in a warning.
+    """
+    if not folder.exists():
+        return None
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, size in manifest["files"].items():
-            if (folder / name).stat().st_size != size:
-                return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        fault = _fault(folder, manifest["files"])
+    except OSError as error:
+        fault = f"{error.filename or folder}: cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fault = f"{folder / MANIFEST}: is damaged"
+    if fault and tell:
+        _log.warning("%s; it is prepared again", fault)
+    return None if fault else dict(manifest)
+
+
+def _fault(folder: Path, listed: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is wrong with the listed files; their hashes are compared unless they were on this machine already."""
+    for name, file in listed.items():
+        size = (folder / name).stat().st_size
+        if size != file["size"]:
+            return f"{folder / name}: has {size} bytes, its manifest says {file['size']}"
+    states = _states(folder, listed)
+    if _remembered(folder) == states:
+        return ""
+    for name, file in listed.items():
+        for index, (got, wanted) in enumerate(zip(hash_blocks(folder / name), file["sha256"], strict=True)):
+            if got != wanted:
+                return f"{folder / name}: block {index} of {len(file['sha256'])} (of 4 MiB each) is damaged"
+    _remember(folder, states)
+    return ""
+
+
+def _states(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """What changes when a file is written, and when this machine starts again."""
+    found: dict[str, Any] = {"boot": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""}
+    for name in names:
+        stat = (folder / name).stat()
+        found[name] = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return found
+
+
+def _memory(folder: Path) -> Path:
+    """Where this machine remembers that it has read a folder; in the cache, which is this user's."""
+    return folder.parent.parent / "verified" / (os.uname().nodename or "host") / f"{folder.parent.name}-{folder.name}"
+
+
+def _remembered(folder: Path) -> object:
+    try:
+        return json.loads(_memory(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    return dict(manifest)
+
+
+def _remember(folder: Path, states: Mapping[str, Any]) -> None:
+    with suppress(OSError):  # a cache that cannot be written is read again each time
+        _memory(folder).parent.mkdir(parents=True, exist_ok=True)
+        write_json(_memory(folder), states)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -112,7 +172,7 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
     if manifest is not None:
         return manifest
     with locked(folder.with_name(folder.name + ".lock")):
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, tell=True)
         if manifest is not None:
             return manifest
         for abandoned in folder.parent.glob(folder.name + ".partial-*"):
@@ -128,6 +188,8 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
             shutil.rmtree(folder)
         os.replace(partial, folder)
         _flush_folder(folder.parent)
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        _remember(folder, _states(folder, listed))  # its hashes were just taken
     manifest = read_manifest(folder)
     if manifest is None:
         raise OSError(errno.EIO, "a folder that was just written cannot be read back", str(folder))

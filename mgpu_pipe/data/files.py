@@ -1,29 +1,25 @@
-"""Local data files: globs, strict UTF-8, rows of JSON lines and Parquet, and content hashes."""
+"""Local data files: globs, strict UTF-8, rows of JSON lines and Parquet."""
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, write_json
+from mgpu_pipe.data.fingerprint import READABLE, Fingerprint, check_readable, open_data
 from mgpu_pipe.errors import ConfigError, DataError
 
-_HASH_BLOCK = 1 << 20
-# A file changed this shortly before it was hashed may change again within one tick of the file system's clock.
-_RACY_NS = 2_000_000_000
 _LEFT_OUT = {
     "test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__",
     "encodings",  # tables of character names, a megabyte that reads like no text
 }
 FIX = "correct or remove it"
-READABLE = "make it readable, or leave it out of the data's paths"
+LONGEST_LINE = 256 << 20
+"""Bytes of a line of JSON: it is in memory several times while it becomes tokens."""
 REPLACE = "replace the file, or leave it out of the data's paths"
 
 
@@ -57,33 +53,17 @@ def stdlib_files() -> list[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [n for n in subfolders if n not in _LEFT_OUT and not n.startswith("config-")]
         found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    relative = sorted(os.path.relpath(name, root) for name in found if os.path.getsize(name))
+    relative = sorted(os.path.relpath(name, root) for name in found if os.path.isfile(name) and os.path.getsize(name))
     if not relative:
         raise DataError(f"data.source=stdlib_text: {root} holds no library sources; use data.source=text_files")
     return [root / name for name in relative]
 
 
-def check_readable(path: Path) -> int:
-    """The size of ``path`` in bytes.
-
-    Raises:
-        DataError: it is missing, unreadable or empty.
-    """
+def read_bytes(path: Path, expected: Fingerprint | None = None) -> bytes:
+    """The content of ``path``; a DataError names a file that cannot be read, is empty, or is not ``expected``."""
     try:
-        with open(path, "rb"):
-            size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
-    if size == 0:
-        raise DataError(f"{path}: is empty; remove it from the data's paths")
-    return size
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content of ``path``; a DataError names a file that cannot be read or is empty."""
-    check_readable(path)
-    try:
-        return path.read_bytes()
+        with open_data(path, expected) as file:
+            return file.read()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
 
@@ -118,19 +98,30 @@ def check_unicode(text: str, origin: str) -> None:
         ) from error
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, str, int]]:
-    """The lines of a text file that are not blank: ``(line, "file:number", size in bytes)``."""
-    check_readable(path)
-    offset, rows = 0, 0
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, start=1):
-            line = decode(raw, f"{path}:{number}", offset)
-            offset += len(raw)
-            if number == 1:
-                line = line.removeprefix("\ufeff")
-            if line.strip():
-                rows += 1
-                yield line, f"{path}:{number}", len(raw)
+def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tuple[str, str, int]]:
+    """The lines of a text file that are not blank: ``(line, "file:number", size in bytes)``.
+
+    Raises:
+        DataError: the file cannot be read, is empty, not UTF-8 or not ``expected``, or a line is too long.
+    """
+    offset, rows, number = 0, 0, 0
+    try:
+        with open_data(path, expected) as file:
+            while raw := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(raw) > LONGEST_LINE:
+                    raise DataError(
+                        f"{path}:{number}: is longer than {LONGEST_LINE >> 20} MiB; {FIX}, or split it into documents"
+                    )
+                line = decode(raw, f"{path}:{number}", offset)
+                offset += len(raw)
+                if number == 1:
+                    line = line.removeprefix("\ufeff")
+                if line.strip():
+                    rows += 1
+                    yield line, f"{path}:{number}", len(raw)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
     if not rows:
         raise DataError(f"{path}: holds blank lines only; remove it from the data's paths")
 
@@ -142,12 +133,12 @@ def json_row(line: str, origin: str) -> dict[str, Any]:
         DataError: broken JSON or not an object; names file and line.
     """
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line); {FIX}"
         ) from error
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number of too many digits, NaN, Infinity
         raise DataError(f"{origin}: is not valid JSON: {error}; {FIX}") from error
     except RecursionError as error:
         raise DataError(f"{origin}: is JSON nested too deeply; {FIX}") from error
@@ -156,12 +147,18 @@ def json_row(line: str, origin: str) -> dict[str, Any]:
     return row
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
     """The error of a file without the configured column."""
     return DataError(f"{where}: has no column '{column}'; set {key} to one that is there: {', '.join(there) or 'none'}")
 
 
-def parquet_rows(path: Path, column: str, key: str = "data.text_column") -> Iterator[tuple[str, str, int]]:
+def parquet_rows(
+    path: Path, column: str, key: str = "data.text_column", expected: Fingerprint | None = None
+) -> Iterator[tuple[str, str, int]]:
     """The strings of one column of a Parquet file, a row group at a time: ``(text, "file: row n", share of size)``."""
     try:
         import pyarrow
@@ -170,7 +167,7 @@ def parquet_rows(path: Path, column: str, key: str = "data.text_column") -> Iter
         raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed") from error
     size = check_readable(path)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with open_data(path, expected) as content, pyarrow.parquet.ParquetFile(content) as file:
             schema = file.schema_arrow
             if column not in schema.names:
                 raise missing_column(str(path), key, column, schema.names)
@@ -190,44 +187,3 @@ def parquet_rows(path: Path, column: str, key: str = "data.text_column") -> Iter
                     yield text, f"{path}: row {number}", size * number // rows - size * (number - 1) // rows
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: is not a readable Parquet file: {error}".splitlines()[0] + f"; {REPLACE}") from error
-
-
-def file_hashes(paths: Sequence[Path], cache: Path, progress: Progress = no_progress) -> list[str]:
-    """SHA-256 of each file's content.
-
-    A file whose size, times and inode are those of the last look is not read again; a change of its content moves
-    the change time even where the modification time is put back.
-    """
-    index_file = cache / "fingerprints" / f"{digest_of([os.path.abspath(path) for path in paths])}.json"
-    try:
-        known = json.loads(index_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    total = sum(check_readable(path) for path in paths)
-    done, fresh, hashes = 0, {}, []
-    for path in paths:
-        now = time.time_ns()
-        stat = path.stat()
-        state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        entry = known.get(str(path))
-        if not entry or entry["state"] != state or entry["seen_ns"] - stat.st_ctime_ns < _RACY_NS:
-            entry = {"state": state, "sha256": _hash_file(path), "seen_ns": now}
-        fresh[str(path)] = entry
-        hashes.append(entry["sha256"])
-        done += stat.st_size
-        progress("hash", done, total)
-    if fresh != known:
-        index_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(index_file, fresh)
-    return hashes
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(_HASH_BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
-    return digest.hexdigest()

@@ -87,6 +87,8 @@ class PreparedData:
     """Of the evaluated tokens, under add-one-smoothed training counts; None where nothing is held out."""
     digest: str
     """Identity of the training data: content, tokenizer, split, sample length and packing."""
+    validation_digest: str = ""
+    """The same of held-out files of their own; empty where what is held out follows from the training data."""
 
     def as_dict(self) -> dict[str, Any]:
         """A form that JSON holds; :meth:`from_dict` reads it."""
@@ -186,6 +188,7 @@ def _summary(
         train_samples=train.samples, validation_samples=evaluated,
         train_tokens=train.valid_tokens, validation_tokens=held_tokens,
         unigram_perplexity=perplexity, digest=digest_of(train.packs.name),
+        validation_digest=digest_of(validation.packs.name) if validation and validation.tokens != folder else "",
     )
 
 

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
 ENTRY_POINT_GROUP = "mgpu_pipe.data"
@@ -191,37 +192,43 @@ def open_source(
 
 
 def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
-    hashes = files.file_hashes(paths, cache, progress)
+    known = fingerprints(paths, cache, progress)
     column = {"jsonl": data.text_column, "parquet": data.text_column, "chat_jsonl": data.messages_column}
     readers: dict[str, Callable[[Path], Iterator[Document]]] = {
-        "jsonl": lambda path: _jsonl(path, data.text_column),
-        "parquet": lambda path: (Document(*row) for row in files.parquet_rows(path, data.text_column)),
-        "chat_jsonl": lambda path: (Document(*row) for row in files.read_lines(path)),
+        "jsonl": lambda path: _jsonl(path, data.text_column, known[path]),
+        "parquet": lambda path: (
+            Document(*row) for row in files.parquet_rows(path, data.text_column, expected=known[path])
+        ),
+        "chat_jsonl": lambda path: (Document(*row) for row in files.read_lines(path, known[path])),
     }
-    read = readers.get(data.source, _whole_file)
+    read = readers.get(data.source, lambda path: _whole_file(path, known[path]))
     # A text file is a document whatever the source is called.
     form = data.source if data.source in readers else "text_files"
 
     def documents() -> Iterator[Document]:
-        for path in paths:
-            yield from read(path)
+        try:
+            for path in paths:
+                yield from read(path)
+        except ChangedFileError:
+            forget(paths, cache)
+            raise
 
     return Source(
         name=data.source,
-        identity=digest_of("files", form, column.get(data.source), hashes),
-        size=sum(path.stat().st_size for path in paths),
+        identity=digest_of("files", form, column.get(data.source), [known[path].digest for path in paths]),
+        size=sum(known[path].size for path in paths),
         documents=documents,
         kind="chat" if data.source == "chat_jsonl" else "text",
     )
 
 
-def _whole_file(path: Path) -> Iterator[Document]:
-    raw = files.read_bytes(path)
+def _whole_file(path: Path, expected: Fingerprint) -> Iterator[Document]:
+    raw = files.read_bytes(path, expected)
     yield Document(files.decode(raw, str(path)), str(path), len(raw))
 
 
-def _jsonl(path: Path, column: str) -> Iterator[Document]:
-    for line, origin, size in files.read_lines(path):
+def _jsonl(path: Path, column: str, expected: Fingerprint) -> Iterator[Document]:
+    for line, origin, size in files.read_lines(path, expected):
         row = files.json_row(line, origin)
         if column not in row:
             raise files.missing_column(origin, "data.text_column", column, list(row))
@@ -246,9 +253,23 @@ def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]
     fingerprint = getattr(load, "fingerprint", None)
     if fingerprint is not None:
         return Source(name, digest_of("plug-in", name, str(fingerprint(config))), 0, documents)
-    digest, count = hashlib.sha256(), 0
+    first, count = hashlib.sha256(), 0
     for document in documents():
-        raw = document.text.encode()
-        digest.update(len(raw).to_bytes(8, "little") + raw)
+        _add(first, document)
         count += 1
-    return Source(name, digest_of("plug-in", name, digest.hexdigest()), count, documents)
+
+    def the_same_documents() -> Iterator[Document]:
+        again = hashlib.sha256()
+        for document in documents():
+            _add(again, document)
+            yield document
+        if again.digest() != first.digest():
+            raise DataError(f"data.source={name}: gave other documents than the first time; have it give the same "
+                            f"ones, or give it a fingerprint")
+
+    return Source(name, digest_of("plug-in", name, first.hexdigest()), count, the_same_documents)
+
+
+def _add(digest: hashlib._Hash, document: Document) -> None:
+    raw = document.text.encode()
+    digest.update(len(raw).to_bytes(8, "little") + raw)

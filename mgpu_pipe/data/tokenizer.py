@@ -7,7 +7,6 @@ loads. Only the ``tokenizers`` library is used; ``tokenizer.json`` is the truth.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,15 +213,20 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
 
 def _imported(config: RunConfig, file: Path, template: str | None, cache: Path) -> TokenizerInfo:
     """A copy of the tokenizer in ``file``'s folder, completed so that it loads by itself."""
-    source = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
-    source[TOKENIZER] = file
-    hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(source.items())}
+    paths = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
+    paths[TOKENIZER] = file
+    # Read once: what is kept under a hash is what was hashed, whatever happens to the files meanwhile.
+    try:
+        contents = {name: path.read_bytes() for name, path in sorted(paths.items())}
+    except OSError as error:
+        raise _broken(config, Path(error.filename or file), error.strerror or "cannot be read") from error
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
     def copy(out: Path) -> None:
-        name, _ = _end_of_sequence(config, file.parent, _load(config, file))
-        for target, path in source.items():
-            shutil.copyfile(path, out / target)
-        settings = json_file(out / CONFIG) if CONFIG in source else {}
+        for name, content in contents.items():
+            (out / name).write_bytes(content)
+        name, _ = _end_of_sequence(config, out, _load(config, out / TOKENIZER))
+        settings = json_file(out / CONFIG) if CONFIG in contents else {}
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         settings.setdefault("eos_token", name)
         if template is not None:

@@ -90,6 +90,13 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
             ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from",
                         f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})")
         )  # fmt: skip
+    held_out = state.get("validation_digest")
+    if not errors and held_out and prepared.validation_digest and held_out != prepared.validation_digest:
+        errors.append(
+            ConfigError("data.validation_paths", config.data.validation_paths,
+                        "give the same files, or use checkpoint.init_from",
+                        f"the held-out data is not what {step} was evaluated on")
+        )  # fmt: skip
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)

@@ -120,6 +120,7 @@ def train(
             "topology": dims.as_dict(),
             "precision": precision,
             "data_digest": prepared.digest,
+            "validation_digest": prepared.validation_digest,
             "config_hash": config_hash(config),
             "model_config": settings,
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mgpu_pipe.data import cache as cache_module
 from mgpu_pipe.data import encode
+from mgpu_pipe.data import tokenizer as tokenizer_module
+from mgpu_pipe.data.blocks import hash_blocks
 from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.encode import encode_all
 from mgpu_pipe.data.prepare import PreparedData, prepare
@@ -25,7 +29,7 @@ from mgpu_pipe.data.token_store import TokenStore
 from mgpu_pipe.data.tokenizer import encoder_spec, resolve_tokenizer
 from mgpu_pipe.data.window import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError, DataError
-from tests.data.support import config, sentences, text_files
+from tests.data.support import config, sentences, text_files, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,3 +293,128 @@ def test_abandoned_work_is_cleared_away(tmp_path: Path) -> None:
     (tokens / f"{name}.partial-1" / "tokens.bin").write_bytes(b"half")
     prepare(run)
     assert not list(tokens.glob("*.partial-*"))
+
+
+def _rewrite(path: Path) -> None:
+    """Other content of the same size, with the old times."""
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    at = content.index(b"the") if b"the" in content else len(content) // 2
+    content[at] = ord("T")
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+CHANGES = {
+    "rewritten": _rewrite,
+    "grown": lambda path: path.write_bytes(path.read_bytes() + b'{"text": "more"}\n'),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "gone": lambda path: path.unlink(),
+}
+
+
+def _corpus(tmp_path: Path, source: str) -> Path:
+    """A file of enough documents for several batches."""
+    texts = [sentences(number, 60) for number in range(2500)]
+    if source == "parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", compression="none")
+        return tmp_path / "a.parquet"
+    if source == "jsonl":
+        return write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    (tmp_path / "a.txt").write_text("".join(texts), encoding="utf-8")
+    return tmp_path / "a.txt"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("source", ["text_files", "jsonl", "parquet"])
+@pytest.mark.parametrize("stage", ["hash", "train tokenizer"])
+def test_data_that_changes_while_it_is_prepared_is_refused_and_prepared_afresh_next_time(
+    stage: str, source: str, change: str, tmp_path: Path
+) -> None:
+    """Oracle: a preparation of the changed file in a cache of its own."""
+    path = _corpus(tmp_path, source)
+    run = config(tmp_path, source=source, paths=[str(path)], validation_fraction=0.0)
+    changed = []
+
+    def change_once(told: str, done: int, total: int) -> None:
+        if told == stage and done == total and not changed:
+            changed.append(CHANGES[change](path))
+
+    with pytest.raises(DataError, match=r"a\.\w+: (changed while it was being prepared|cannot be read)") as told:
+        prepare(run, change_once)
+    assert changed and "\n" not in str(told.value)
+    if change == "gone" or (source == "parquet" and change != "rewritten") or (source, change) == ("jsonl", "cut"):
+        with pytest.raises((DataError, ConfigError)):
+            prepare(run)
+        return
+    again = prepare(run)
+    fresh = prepare(replace(run, data=replace(run.data, cache_dir=str(tmp_path / "other"))))
+    assert again.digest == fresh.digest
+    assert TokenStore.open(again.folder).tokens.tolist() == TokenStore.open(fresh.folder).tokens.tolist()
+
+
+def test_a_tokenizer_that_changes_while_it_is_copied_is_kept_as_it_was_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = text_files(tmp_path)
+    made = prepare(run).tokenizer_folder
+    own = tmp_path / "own"
+    shutil.copytree(made, own)
+    content = (own / "tokenizer.json").read_bytes()
+    run.data.tokenizer = str(own)
+    usual = tokenizer_module._end_of_sequence
+
+    def overwritten(*arguments: object) -> object:
+        (own / "tokenizer.json").write_text("{}")
+        return usual(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokenizer_module, "_end_of_sequence", overwritten)
+    assert (prepare(run).tokenizer_folder / "tokenizer.json").read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "document_hashes.npy", "start.npy", "tokenizer.json"])
+def test_a_flipped_bit_in_the_cache_is_named_and_the_data_made_again(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    folder = next(at for at in (first.folder, first.train.packs, first.tokenizer_folder) if (at / name).exists())
+    content = (folder / name).read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 4
+    (folder / name).write_bytes(flipped)
+    assert prepare(run) == first
+    assert (folder / name).read_bytes() == content
+    assert caplog.text.count(f"{folder / name}: block 0 of 1 (of 4 MiB each) is damaged") == 1
+
+
+def test_hashes_are_compared_once_a_start_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    hashed: list[Path] = []
+
+    def note(path: Path) -> list[str]:
+        hashed.append(path)
+        return hash_blocks(path)
+
+    monkeypatch.setattr(cache_module, "hash_blocks", note)
+    assert prepare(run) == first and hashed == []
+    (tmp_path / "boot").write_text("another start")
+    monkeypatch.setattr(cache_module, "_BOOT_ID", tmp_path / "boot")
+    assert prepare(run) == first and {path.parent for path in hashed} >= {first.folder, first.train.packs}
+    hashed.clear()
+    assert prepare(run) == first and hashed == []
+
+
+def test_changed_held_out_files_change_their_digest_alone(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    held = tmp_path / "held.txt"
+    held.write_text(sentences(99, 50), encoding="utf-8")
+    assert prepare(run).validation_digest == ""
+    run.data.validation_paths = [str(held)]
+    first = prepare(run)
+    held.write_text(sentences(98, 50), encoding="utf-8")
+    second = prepare(run)
+    assert first.validation_digest != second.validation_digest and "" not in (first.validation_digest, second.digest)
+    assert first.digest == second.digest

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.files import file_hashes
+from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.sources import check_sources, open_source, source_names
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
@@ -170,23 +170,23 @@ def test_a_changed_file_is_noticed_even_with_its_old_size_and_time(tmp_path: Pat
     path = tmp_path / "a.txt"
     path.write_text("before", encoding="utf-8")
     os.utime(path, ns=(10**18, 10**18))
-    first = file_hashes([path], tmp_path / "cache")
+    first = fingerprints([path], tmp_path / "cache")
     _edit_index(tmp_path / "cache", path, seen_ns=LONG_AFTER_NS)
-    assert file_hashes([path], tmp_path / "cache") == first
+    assert fingerprints([path], tmp_path / "cache") == first
     path.write_text("behind", encoding="utf-8")
     os.utime(path, ns=(10**18, 10**18))
-    assert file_hashes([path], tmp_path / "cache") != first
+    assert fingerprints([path], tmp_path / "cache") != first
 
 
 def test_an_unchanged_file_is_read_again_only_if_it_was_hashed_right_after_its_change(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("text", encoding="utf-8")
-    first = file_hashes([path], tmp_path / "cache")
+    first = fingerprints([path], tmp_path / "cache")
     # A marked hash shows whether the index is believed.
-    _edit_index(tmp_path / "cache", path, sha256="marked")
-    assert file_hashes([path], tmp_path / "cache") == first
-    _edit_index(tmp_path / "cache", path, sha256="marked", seen_ns=LONG_AFTER_NS)
-    assert file_hashes([path], tmp_path / "cache") == ["marked"]
+    _edit_index(tmp_path / "cache", path, blocks=["marked"])
+    assert fingerprints([path], tmp_path / "cache") == first
+    _edit_index(tmp_path / "cache", path, blocks=["marked"], seen_ns=LONG_AFTER_NS)
+    assert fingerprints([path], tmp_path / "cache")[path].digest == "marked"
 
 
 @pytest.fixture

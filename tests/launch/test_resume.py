@@ -43,7 +43,7 @@ def prepared(config: RunConfig) -> PreparedData:
 @pytest.fixture
 def step(config: RunConfig, prepared: PreparedData, tmp_path: Path) -> Path:
     freeze(config, tmp_path / "config.yaml")
-    state = {"data_digest": prepared.digest, "precision": "fp32"}
+    state = {"data_digest": prepared.digest, "validation_digest": "held out", "precision": "fp32"}
     return save(tmp_path / "checkpoints", STEP, [], [], state, tmp_path / "config.yaml")
 
 
@@ -180,3 +180,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tmp_path:
     (step / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints can be read whole"):
         resume_step(config, RunPaths(tmp_path))
+
+
+def test_changed_held_out_files_are_refused_like_changed_training_files(
+    config: RunConfig, prepared: PreparedData, step: Path
+) -> None:
+    for same in ("held out", ""):  # none given now, or the same ones
+        check_resume(config, replace(prepared, validation_digest=same), step)
+    with pytest.raises(ConfigErrors, match=r"data\.validation_paths=.*the held-out data is not what .*step-00000004"):
+        check_resume(config, replace(prepared, validation_digest="changed"), step)

@@ -1,0 +1,165 @@
+"""Content hashes of data files, and reading that checks every byte against them as it is read.
+
+Data is stored under the hash of its source. So what is read later must be what was hashed: a file that changes between
+the two, or while it is read, is refused and hashed again at the next start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mgpu_pipe.data.blocks import BLOCK_BYTES, block_hash, hash_blocks, read_block
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, write_json
+from mgpu_pipe.errors import DataError
+
+# A file changed this shortly before it was hashed may change again within one tick of the file system's clock.
+_RACY_NS = 2_000_000_000
+READABLE = "make it readable, or leave it out of the data's paths"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A file's size in bytes and the SHA-256 of each of its blocks of 4 MiB; the last may be short."""
+
+    size: int
+    blocks: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """The content's identity."""
+        return self.blocks[0] if len(self.blocks) == 1 else hashlib.sha256("".join(self.blocks).encode()).hexdigest()
+
+
+class ChangedFileError(DataError):
+    """A data file is not what it was when its data got its name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path}: changed while it was being prepared; start again when nothing writes to it")
+
+
+def check_readable(path: Path) -> int:
+    """The size of ``path`` in bytes.
+
+    Raises:
+        DataError: it is missing, unreadable or empty.
+    """
+    try:
+        with open(path, "rb"):
+            size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
+    if size == 0:
+        raise DataError(f"{path}: is empty; remove it from the data's paths")
+    return size
+
+
+def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_progress) -> dict[Path, Fingerprint]:
+    """The fingerprint of each file.
+
+    A file whose size, times and inode are those of the last look is not read again; a change of its content moves
+    the change time even where the modification time is put back.
+    """
+    index_file = _index_file(paths, cache)
+    try:
+        known = json.loads(index_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    total = sum(check_readable(path) for path in paths)
+    done, fresh, found = 0, {}, {}
+    for path in paths:
+        now = time.time_ns()
+        try:
+            stat = path.stat()
+            state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            entry = known.get(str(path))
+            racy = entry is None or entry["seen_ns"] - stat.st_ctime_ns < _RACY_NS
+            if entry is None or racy or entry["state"] != state or "blocks" not in entry:
+                entry = {"state": state, "seen_ns": now, "blocks": hash_blocks(path)}
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
+        fresh[str(path)] = entry
+        found[path] = Fingerprint(stat.st_size, tuple(entry["blocks"]))
+        done += stat.st_size
+        progress("hash", min(done, total), total)
+    if fresh != known:
+        index_file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(index_file, fresh)
+    return found
+
+
+def forget(paths: Sequence[Path], cache: Path) -> None:
+    """Have :func:`fingerprints` read these files again."""
+    _index_file(paths, cache).unlink(missing_ok=True)
+
+
+def _index_file(paths: Sequence[Path], cache: Path) -> Path:
+    return cache / "fingerprints" / f"{digest_of([os.path.abspath(path) for path in paths])}.json"
+
+
+def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
+    """Open a data file for reading; with ``expected``, every byte that is read has its hash.
+
+    Raises:
+        DataError: the file is missing, empty or unreadable.
+        ChangedFileError: it is another than expected; also later, while it is read.
+    """
+    check_readable(path)
+    try:
+        return open(path, "rb") if expected is None else io.BufferedReader(_CheckedFile(path, expected), 1 << 20)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
+
+
+class _CheckedFile(io.RawIOBase):
+    """A file whose blocks are hashed as they are read, and given out only if they have the expected hashes."""
+
+    def __init__(self, path: Path, expected: Fingerprint) -> None:
+        self._path, self._expected = path, expected
+        self._position, self._held_index, self._held = 0, -1, memoryview(b"")
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._check(os.fstat(self._descriptor).st_size == expected.size)
+
+    def _check(self, same: bool) -> None:
+        if not same:
+            raise ChangedFileError(self._path)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._expected.size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]  # a writable buffer, which typing cannot say
+        if self._position >= self._expected.size:
+            self._check(os.fstat(self._descriptor).st_size == self._expected.size)
+            return 0
+        index, start = divmod(self._position, BLOCK_BYTES)
+        if index != self._held_index:
+            block = read_block(self._descriptor, index)
+            self._check(block_hash(block) == self._expected.blocks[index])
+            self._held_index, self._held = index, memoryview(block)
+        part = self._held[start : start + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
