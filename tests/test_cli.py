@@ -335,10 +335,10 @@ def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_the_conf_tree_and_runs_from_any_folder(tmp_path: Path):
+def test_the_wheel_carries_the_conf_tree_and_the_licence_and_runs_from_any_folder(tmp_path: Path):
     sources = tmp_path / "sources"
     sources.mkdir()
-    for name in ("mgpu_pipe", "conf", "pyproject.toml"):
+    for name in ("mgpu_pipe", "conf", "pyproject.toml", "LICENSE"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(sources)], check=True)
     (sources / "README.md").write_text("x")
     program = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
@@ -347,6 +347,10 @@ def test_the_wheel_carries_the_conf_tree_and_runs_from_any_folder(tmp_path: Path
     with zipfile.ZipFile(tmp_path / wheel) as archive:
         shipped = {name for name in archive.namelist() if name.startswith("mgpu_pipe/conf/")}
         archive.extractall(tmp_path / "installed")
+    (metadata,) = (tmp_path / "installed").glob("mgpu_pipe-*.dist-info/METADATA")
+    assert {"License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(metadata.read_text().splitlines())
+    text = (metadata.parent / "licenses" / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
     assert shipped == {f"mgpu_pipe/conf/{file.relative_to(ROOT / 'conf')}" for file in (ROOT / "conf").rglob("*.yaml")}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

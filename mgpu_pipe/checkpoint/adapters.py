@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.layout import Layout, fragments, layouts_of, unsharded_shape
+from mgpu_pipe.models.parts import local_tensor
 
 
 def tensor_pieces(name: str, tensor: torch.Tensor, layout: Layout | None = None) -> list[Piece]:
     """The parts of ``name`` (in the unsharded model) that this rank holds, as live views."""
     shape = unsharded_shape(tensor, layout)
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_tensor(tensor).detach()
     return [Piece(Box(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(tensor, layout)]
 
 
@@ -47,20 +47,47 @@ def optimizer_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """The optimizer's state as pieces named ``<parameter>/<state key>``.
 
     Raises:
-        CheckpointError: a state that is not a tensor and so has no canonical form.
+        CheckpointError: a state that is neither a tensor nor a number and so has no canonical form.
     """
-    named: list[tuple[str, Layout | None, torch.Tensor]] = []
+    found: list[Piece] = []
     for name, layout, parameter in _named(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                # What has not the parameter's shape (a step counter, a factor) is whole on every rank.
-                named.append((f"{name}/{key}", layout if value.shape == parameter.shape else None, value))
+                found += _state_pieces(f"{name}/{key}", value, parameter, layout)
+            elif isinstance(value, bool | int | float):
+                found.append(number_piece(f"{name}/{key}", value))
             elif value is not None:
                 raise CheckpointError(
                     f"optimizer._target_={type(optimizer).__name__}: its state {key!r} is a "
-                    f"{type(value).__name__}, not a tensor, and cannot be saved; use another optimizer"
+                    f"{type(value).__name__}, neither a tensor nor a number, and cannot be saved; use another optimizer"
                 )
-    return _pieces_of(named)
+    return found
+
+
+NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
+
+
+def number_piece(name: str, value: bool | int | float) -> Piece:
+    """A Python number of an optimizer's state: a scalar whose name ends in the number's kind."""
+    kind = type(value).__name__
+    return Piece(Box.whole(f"{name}:{kind}", ()), (), torch.tensor(value, dtype=NUMBERS[kind]))
+
+
+def take_numbers(optimizer: torch.optim.Optimizer) -> None:
+    """Make numbers again of the scalars that a checkpoint was read into (see :func:`number_piece`)."""
+    for state in optimizer.state.values():
+        for key in [key for key in state if str(key).rpartition(":")[2] in NUMBERS and ":" in str(key)]:
+            state[key.rpartition(":")[0]] = state.pop(key).item()
+
+
+def _state_pieces(name: str, value: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> list[Piece]:
+    """A state of the shape of this rank's shard lies where the shard does; any other (a step counter, a factor) is
+    whole on every rank."""
+    local = local_tensor(value).detach()
+    if local.shape != local_tensor(parameter).shape:
+        return tensor_pieces(name, local)
+    shape = unsharded_shape(parameter, layout)
+    return [Piece(Box(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(parameter, layout)]
 
 
 def create_optimizer_state(
@@ -92,7 +119,7 @@ def create_optimizer_state(
         for key, (shape, dtype) in by_parameter.get(name, {}).items():
             if shape == unsharded_shape(parameter, layout) and shape != ():
                 dtype = parameter.dtype if dtype == (weights or {}).get(name) else dtype
-                state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                state[key] = torch.zeros_like(local_tensor(parameter), dtype=dtype, requires_grad=False)
             else:
                 # torch keeps step counters on the host unless the step itself runs on the device.
                 device = parameter.device if shape or on_device[id(parameter)] else torch.device("cpu")

@@ -51,7 +51,8 @@ def export_folder(
         check_target(out, force)  # a killed export's half of a replacement is undone by now
         try:
             weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
-            write_model_folder(stored.model, stored.read, partial, weights_type, max_shard_bytes or MAX_SHARD_BYTES)
+            limit = max_shard_bytes or MAX_SHARD_BYTES
+            write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
             if stored.tokenizer_folder is not None:
                 write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens)
             _prove(stored.model, stored.read, weights_type, partial)

@@ -77,7 +77,8 @@ def fill_from_foreign(
         for name, buffer in model.named_buffers():
             if name in named and name in state:
                 buffer.copy_(named[name])
-    return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, config.path is None)
+    maker = None if config.path is None else Path(config.path).expanduser()
+    return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, maker is None, maker)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,6 +64,8 @@ class StoredModel:
     step: int | None
     adopts_special_tokens: bool = False
     """The model's own configuration does not say where texts end: the tokenizer does."""
+    maker: Path | None = None
+    """The Hugging Face folder that the model was made from; None for one that was made from its type."""
 
 
 def newest_run(root: Path = Path("outputs")) -> Path:
@@ -132,7 +134,7 @@ def open_model(path: Path | str) -> StoredModel:
 
     loaded = _load_model_folder(folder, "cpu")
     twin = _with_buffers(build_meta(ModelConfig(name=folder.name, path=str(folder))))
-    return StoredModel(twin, read_from(loaded.model), folder, loaded.tokenizer_folder, None, None)
+    return StoredModel(twin, read_from(loaded.model), folder, loaded.tokenizer_folder, None, None, maker=folder)
 
 
 def read_from(model: PreTrainedModel) -> Read:
@@ -172,8 +174,9 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
         return tensor
 
     tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)
+    maker = None if config.model.path is None else Path(config.model.path).expanduser()
     return StoredModel(
-        model, read, step_folder, tokenizer, config, reader.manifest.step, config.model.path is None
+        model, read, step_folder, tokenizer, config, reader.manifest.step, maker is None, maker
     ), reader
 
 

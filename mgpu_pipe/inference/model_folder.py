@@ -23,7 +23,8 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def write_model_folder(
-    model: PreTrainedModel, read: Read, out: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: PreTrainedModel, read: Read, out: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES,
+    maker: Path | None = None,
 ) -> list[str]:
     """Write configuration and weights into the existing folder ``out``, each file flushed.
 
@@ -32,6 +33,7 @@ def write_model_folder(
         read: gives a parameter or buffer whole.
         dtype: of the parameters written; buffers keep theirs.
         max_shard_bytes: of one file, unless a single tensor is larger.
+        maker: the model folder whose way of generating is kept.
 
     Returns:
         The weight files' names.
@@ -56,7 +58,7 @@ def write_model_folder(
         held = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         text = json.dumps({"metadata": total, "weight_map": dict(sorted(held.items()))}, indent=2)
         (out / INDEX).write_text(text + "\n", encoding="utf-8")
-    write_configuration(model, out, dtype)
+    write_configuration(model, out, dtype, maker)
     return names
 
 

@@ -17,9 +17,6 @@ from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, sta
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
-NOT_BY_ELEMENT = ("Adafactor", "Muon")
-"""torch's optimizers whose update of an element depends on the others of its tensor."""
-
 
 def model_axis_errors(
     config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]
@@ -69,10 +66,6 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     if strategy.offload != "none" and dims.uses_model_axes:
         errors.append(ConfigError("strategy.offload", strategy.offload, "use none",
                                   "offload works with the data-parallel strategies only"))
-    optimizer = config.optimizer._target_.rpartition(".")[2]
-    if optimizer in NOT_BY_ELEMENT and dims.tp * dims.ep > 1:
-        errors.append(ConfigError("optimizer._target_", config.optimizer._target_, "use AdamW or SGD, or no tp and ep",
-                                  f"{optimizer} looks at whole tensors, of which a rank has a part there"))
     flash = config.model.attn_implementation == "flash_attention_2"
     if flash and dims.pp > 1:
         errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",

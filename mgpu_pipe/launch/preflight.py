@@ -18,6 +18,7 @@ from mgpu_pipe.config.validate import range_errors, relation_errors, value_error
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
 from mgpu_pipe.launch.numerics import emulated_type, numerics_errors
 from mgpu_pipe.launch.offload import offload_errors
+from mgpu_pipe.launch.optimizer_check import optimizer_errors
 from mgpu_pipe.launch.unused import unused_options
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -153,6 +154,8 @@ def _size_errors(config: RunConfig) -> list[BadInputError]:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
             errors += _router_errors(config)
+            if not any(_section(error) == "optimizer" for error in value_errors(config)):
+                errors += optimizer_errors(config, dims)
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
         except ConfigError as error:

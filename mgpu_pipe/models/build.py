@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def model_config(model: ModelConfig) -> PretrainedConfig:
     """The transformers configuration of ``model``: its folder's or its type's, with ``model.config`` applied.
 
-    Always fp32 (the precision policy casts, not the model) and without a key-value cache.
+    Always fp32: the precision policy casts, not the model.
 
     Raises:
         ConfigError: values that the configuration class refuses.
@@ -53,7 +53,6 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     except REFUSALS as error:
         raise _refused(model, error) from error
     config.dtype = torch.float32
-    config.use_cache = False
     return config
 
 
@@ -160,7 +159,6 @@ def load_pretrained(
     )  # fmt: skip
     loaded, info = result
     check_loading(folder, info, set(tied_sources(loaded)))
-    loaded.config.use_cache = False
     freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
     return trained

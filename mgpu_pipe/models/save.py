@@ -26,6 +26,8 @@ TOKENIZER_FILES = (
     "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 
+GENERATION = "generation_config.json"
+
 _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -80,15 +82,30 @@ def convert_for_saving(model: PreTrainedModel, tensors: dict[str, torch.Tensor])
     return converted
 
 
-def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` and ``generation_config.json`` for weights of ``dtype``."""
+def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, maker: Path | None = None) -> None:
+    """Write ``config.json`` and ``generation_config.json`` for weights of ``dtype``.
+
+    Args:
+        maker: the model folder that the model was made from. How it generates is kept as it is there.
+    """
     config = copy.deepcopy(model.config)
-    config.use_cache = True  # training turns the key-value cache off; who loads the folder wants it
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(str(out))
-    if model.can_generate() and model.generation_config is not None:
+    kept = generation_settings(maker) if maker is not None else None
+    if kept is not None:
+        (out / GENERATION).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    elif model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(str(out))
+
+
+def generation_settings(folder: Path) -> dict[str, object] | None:
+    """A model folder's ``generation_config.json``; None where there is none that can be read."""
+    try:
+        found = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: bool) -> None:
@@ -112,7 +129,7 @@ def _adopt_special_tokens(out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(out), local_files_only=True)
     if tokenizer.eos_token_id is None:
         return
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", GENERATION):
         file = out / name
         if not file.is_file():
             continue

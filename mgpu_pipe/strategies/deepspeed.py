@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
+from mgpu_pipe.checkpoint.adapters import take_numbers
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
@@ -161,6 +162,9 @@ class DeepSpeedStrategy(EngineStrategy):
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self._start_engine(objective, optimizer)
+        if self.state.optimizer is not optimizer:
+            # DeepSpeed makes Adagrad anew, whose constructor makes the state, and forgets what its groups were.
+            self.state.optimizer.param_groups[:] = optimizer.param_groups
         self.optimizers = [self.state.optimizer]
         self.setup_precision_plugin()
 
@@ -336,6 +340,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.state.create_optimizer_state(stored, weights)
 
     def pieces_written(self) -> None:
+        take_numbers(self.state.optimizer)
         self.state.weights_written()
         self.frozen.written()
 

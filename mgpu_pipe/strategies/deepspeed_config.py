@@ -72,8 +72,6 @@ UNSUPPORTED = (
 STAGE_3_ONLY = ("zero_optimization.offload_param", "zero_optimization.sub_group_size")
 STAGE_3_PREFIX = "zero_optimization.stage3_"
 STAGE_1_2_ONLY = ("zero_optimization.use_multi_rank_bucket_allreduce", "zero_optimization.ignore_unused_parameters")
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "ASGD")
-"""torch's optimizers whose update of an element depends on that element alone: ZeRO updates flat pieces."""
 
 
 def deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
-    """What is wrong with a configuration of this engine: sizes, stage, raw settings, optimizer."""
+    """What is wrong with a configuration of this engine: sizes, stage, raw settings."""
     strategy, errors = config.strategy, list[BadInputError]()
     for axis in ("dp_replicate", "tp", "pp", "cp", "ep"):
         size = getattr(strategy, axis)
@@ -180,7 +178,7 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
         errors.append(ConfigError("strategy.offload", "nvme", fix, reason))
-    return [*errors, *_feature_errors(config), *_raw_errors(config), *_optimizer_errors(config)]
+    return [*errors, *_feature_errors(config), *_raw_errors(config)]
 
 
 def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
@@ -219,12 +217,3 @@ def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
 def _found(name: str, settings: Any) -> str | None:
     """The setting that ``name`` is, is part of, or holds."""
     return next((s for s in settings if name == s or name.startswith(f"{s}.") or s.startswith(f"{name}.")), None)
-
-
-def _optimizer_errors(config: RunConfig) -> Iterator[BadInputError]:
-    target = config.optimizer._target_
-    module, _, name = target.rpartition(".")
-    if module.startswith("torch.optim") and name not in ELEMENTWISE:
-        fix = "use torch.optim.AdamW, or the mesh engine (strategy=fsdp)"
-        reason = "ZeRO updates flat pieces of the weights, and this optimizer needs whole matrices"
-        yield ConfigError("optimizer._target_", target, fix, reason)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces
+from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces, take_numbers
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
@@ -20,6 +20,7 @@ from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.parallel.fully_shard import ShardingOptions
 from mgpu_pipe.parallel.gradients import clip_gradients, scale_gradients
+from mgpu_pipe.parallel.local_update import on_local_shards
 from mgpu_pipe.parallel.loss_scale import LossScale
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes, storage_bytes
 from mgpu_pipe.parallel.pipeline import PipelinePlan
@@ -192,6 +193,14 @@ class MeshStrategy(EngineStrategy):
             raise NonFiniteStep("the gradient norm", window) from None
         return finite
 
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's hooks, then the update, on this rank's shards."""
+        result = closure()
+        self.precision_plugin._after_closure(self.objective, optimizer)
+        with on_local_shards(optimizer):
+            optimizer.step()
+        return result
+
     def zero_gradients(self) -> None:
         self.split.facts.zero()
 
@@ -246,6 +255,10 @@ class MeshStrategy(EngineStrategy):
         """This rank's parts of the optimizer state, as live tensors."""
         self.split.settle()
         return optimizer_pieces(self.objective.model, self.optimizers[0])
+
+    def pieces_written(self) -> None:
+        for optimizer in self.optimizers:
+            take_numbers(optimizer)
 
     def gradient_pieces(self) -> list[Piece]:
         """This rank's parts of the gradients, as live tensors."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mgpu_pipe.checkpoint.adapters import number_piece
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.flat_ranges import flat_boxes
 from mgpu_pipe.errors import CheckpointError
@@ -127,7 +128,7 @@ class ZeroState:
         """The optimizer's state as pieces named ``<parameter>/<state key>``.
 
         Raises:
-            CheckpointError: a state that is not a tensor, or one that is neither of the flat tensor's size nor scalar.
+            CheckpointError: a state that is neither a tensor of the flat tensor's size nor a scalar or number.
         """
         found = {group: self.values(group) for group in {f.group for f in self.fragments}}
         pieces: list[Piece] = []
@@ -139,6 +140,8 @@ class ZeroState:
                     pieces += fragment_pieces(name, f.shape, f.start, f.of(value.detach()))
                 elif isinstance(value, torch.Tensor) and value.ndim == 0:
                     pieces.append(Piece(Box.whole(name, ()), (), value.detach()))
+                elif isinstance(value, bool | int | float):
+                    pieces.append(number_piece(name, value))
                 elif value is not None:
                     raise CheckpointError(
                         f"optimizer._target_={type(self.optimizer).__name__}: its state {key!r} cannot be cut along "

@@ -32,8 +32,9 @@ def reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
 def build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
-    """The model, and what fills it where it is still on the meta device."""
+    """The model, without a key-value cache, and what fills it where it is still on the meta device."""
     model, fill = _model_and_filler(config, device, sharded)
+    model.config.use_cache = False
     fix_rotary_length(model, config.data.seq_len)
     return model, fill
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from mgpu_pipe.config.build import resolve_target
 from mgpu_pipe.config.schema import OptimizerConfig
 from mgpu_pipe.errors import ConfigError
 
-FUSED_ON_CPU = ("AdamW", "Adam", "SGD", "Adagrad")
+FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
+"""torch's optimizers that have a fused kernel on the CPU and on CUDA."""
+REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
+"""What constructors raise on values that they cannot take."""
 
 
 def decay_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -30,34 +33,43 @@ def decay_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[s
     return [group for group in groups if group["params"]] or groups[:1]
 
 
+def optimizer_class(target: str, lr: float, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """The class that ``optimizer._target_`` names, and the arguments of its constructor but the parameters.
+
+    Raises:
+        ConfigError: it is not a subclass of ``torch.optim.Optimizer``, an option is not its own, or its ``step`` wants
+            to evaluate the loss.
+    """
+    cls, arguments = resolve_target({"_target_": target, "lr": lr, **options}, "torch.optim.Optimizer", "optimizer")
+    closure = inspect.signature(getattr(cls, "step")).parameters.get("closure")  # noqa: B009
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reason = f"{cls.__name__} evaluates the loss itself, several times a step"
+        raise ConfigError("optimizer._target_", target, "use an optimizer that takes given gradients", reason)
+    return cls, arguments
+
+
 def optimizer_factory(config: OptimizerConfig) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
     """A function that builds the configured optimizer of a model that is already parallelised.
 
     Raises:
         ConfigError: ``_target_`` is not a subclass of ``torch.optim.Optimizer`` or an option is not its own.
     """
-    node = {"_target_": config._target_, "lr": config.lr, **config.options}
-    cls, arguments = resolve_target(node, "torch.optim.Optimizer", "optimizer")
-    accepted = inspect.signature(cls).parameters
-    takes_decay = "weight_decay" in accepted
+    cls, arguments = optimizer_class(config._target_, config.lr, config.options)
+    takes_decay = "weight_decay" in inspect.signature(cls).parameters
     if config.weight_decay and not takes_decay:
         raise ConfigError("optimizer.weight_decay", config.weight_decay, "use 0", f"{cls.__name__} has no weight decay")
-    closure = inspect.signature(getattr(cls, "step")).parameters.get("closure")  # noqa: B009
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        reason = f"{cls.__name__} evaluates the loss itself, several times a step"
-        raise ConfigError("optimizer._target_", config._target_, "use an optimizer that takes given gradients", reason)
 
     def build(model: torch.nn.Module) -> torch.optim.Optimizer:
         kwargs = dict(arguments)
-        is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in FUSED_ON_CPU
-        if is_torchs and "fused" not in kwargs and not kwargs.get("foreach"):
+        is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in FUSED
+        if is_torchs and "fused" not in kwargs and not (kwargs.get("foreach") or kwargs.get("differentiable")):
             kwargs["fused"] = True
         parameters = decay_groups(model, config)
         if not takes_decay:
             parameters = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         try:
-            return cls(parameters, **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
+            return cls(parameters, **kwargs)  # type: ignore[no-any-return]
+        except REFUSALS as error:
             reason = f"it refuses its options or this model's parameters: {' '.join(str(error).split())}"
             raise ConfigError(
                 "optimizer._target_", config._target_, "change optimizer.options, or use another optimizer", reason

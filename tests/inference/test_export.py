@@ -16,14 +16,15 @@ from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import freeze
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.inference.by_blocks import logits_by_blocks
-from mgpu_pipe.inference.export import _put_in_place
-from mgpu_pipe.inference.load import open_model, read_from
+from mgpu_pipe.inference.export import _put_in_place, export_folder
+from mgpu_pipe.inference.load import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.save import saved_groups
 from mgpu_pipe.parallel.memory import AllocationWatch
+from mgpu_pipe.training.initial_weights import build_model
 from tests.models.tiny import tiny_model
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_neox", "phi3", "opt"]
@@ -56,8 +57,55 @@ def test_names_and_values_are_those_of_save_pretrained(family: str, tmp_path: Pa
     same(written(tmp_path / "one"), written(tmp_path / "theirs"))
     same(written(tmp_path / "shards"), written(tmp_path / "theirs"))
     ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "theirs"))
-    assert {key for key in ours | theirs if ours.get(key) != theirs.get(key)} <= {"use_cache"}
+    assert ours == theirs
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "shards", local_files_only=True) is not None
+
+
+def tokens_of_each_pass(folder: Path) -> list[int]:
+    """Of a greedy generation of five tokens after a prompt of four, by whatever the folder says."""
+    model, counted = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval(), list[int]()
+
+    def count(_: object, args: object, given: dict[str, torch.Tensor]) -> None:
+        counted.append(given["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    model.generate(torch.tensor([[3, 4, 5, 6]]), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    return counted
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_an_export_generates_with_a_cache(family: str, tmp_path: Path) -> None:
+    """One token a forward pass after the prompt, of a model that was made from its type."""
+    (tmp_path / "out").mkdir()
+    model = made(family)
+    write_model_folder(model, read_from(model), tmp_path / "out", torch.float32)
+    assert tokens_of_each_pass(tmp_path / "out") == [4, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("keeps_settings", [True, False])
+def test_an_export_generates_as_the_makers_folder_does(cache: bool, keeps_settings: bool, tmp_path: Path) -> None:
+    """Oracle: the maker's folder, through training's own model of it and back."""
+    maker, out = tmp_path / "maker", tmp_path / "out"
+    theirs = made("llama")
+    theirs.config.update({"use_cache": cache, "eos_token_id": [7, 9], "pad_token_id": 9, "output_router_logits": True})
+    theirs.save_pretrained(maker)
+    settings = {"eos_token_id": [7, 9], "do_sample": True, "temperature": 0.7, "top_k": 11, "use_cache": cache,
+                "repetition_penalty": 1.1, "transformers_version": "4.40.0", "_of_the_maker": 1}  # fmt: skip
+    (maker / "generation_config.json").write_text(json.dumps(settings))
+    if not keeps_settings:
+        (maker / "generation_config.json").unlink()
+    config = RunConfig(model=ModelConfig(path=str(maker)))
+    trained, _ = build_model(config, torch.device("cpu"), sharded=False)
+    trained(input_ids=torch.tensor([[3, 4]]), use_cache=False).logits.sum().backward()
+    twin = _with_buffers(build_meta(config.model))
+    stored = StoredModel(twin, read_from(trained), tmp_path, None, config, 1, maker=maker)
+    export_folder(stored, out)
+    assert tokens_of_each_pass(out) == tokens_of_each_pass(maker) == ([4, 1, 1, 1, 1] if cache else [4, 5, 6, 7, 8])
+    ours, makers = (json.loads((folder / "config.json").read_text()) for folder in (out, maker))
+    assert ours == makers
+    if keeps_settings:
+        assert json.loads((out / "generation_config.json").read_text()) == settings
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])

@@ -23,13 +23,6 @@ def said(config: RunConfig, dims: ParallelDims) -> list[str]:
     return [str(error) for error in model_axis_errors(config, dims, plan, resolved_fields(config.model))]
 
 
-def test_an_optimizer_that_looks_at_whole_tensors_is_refused_where_they_are_cut() -> None:
-    config = composed("optimizer._target_=torch.optim.Adafactor")
-    (error,) = said(config, ParallelDims(tp=2))
-    assert error.startswith("optimizer._target_=torch.optim.Adafactor: Adafactor looks at whole tensors")
-    assert said(config, ParallelDims(cp=2)) == []
-
-
 def test_flash_attention_is_refused_in_a_pipeline() -> None:
     config = composed()
     config = replace(config, model=replace(config.model, attn_implementation="flash_attention_2"))

@@ -85,7 +85,7 @@ def test_fields_that_pass_are_taken_by_the_class() -> None:
     check_model_config(model)
     config = model_config(model)
     assert isinstance(config, PretrainedConfig)
-    assert (config.hidden_size, config.head_dim, config.use_cache) == (64, 16, False)
+    assert (config.hidden_size, config.head_dim, config.use_cache) == (64, 16, True)
     assert config.rope_parameters["factor"] == 8.0
 
 

@@ -51,7 +51,7 @@ def test_what_is_saved_is_what_transformers_loads(folders: dict[str, Path], fami
     assert torch.equal(ours(input_ids=ids).logits, expected)
     assert torch.equal(written(input_ids=ids).logits, expected)
     assert theirs.config.use_cache
-    assert not ours.config.use_cache
+    assert ours.config.use_cache
     assert all(parameter.dtype == torch.float32 for parameter in ours.parameters())
     check_model_folder(folders[family], tokenizer_vocab_size=128)
 

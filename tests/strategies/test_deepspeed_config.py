@@ -54,7 +54,7 @@ def settings(*overrides: str) -> dict[str, object]:
         (["strategy=zero1", "precision=bf16_true"], "the deepspeed engine has fp32 and bf16 only"),
         (["model.compile=true"], "use false, or strategy=fsdp, zero1 or zero2"),
         (["strategy.dp_shard=3"], "strategy=zero3 makes a world of dp_shard=3 = 3"),
-        (["optimizer._target_=torch.optim.Muon", "optimizer.options={}"], "this optimizer needs whole matrices"),
+        (["optimizer=sgd", "optimizer._target_=torch.optim.Adafactor"], "depends on the whole tensor"),
     ],
 )
 def test_what_contradicts_is_refused_in_one_line(overrides: list[str], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
-from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
 from mgpu_pipe.data.window import IGNORE_INDEX, ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
@@ -31,6 +32,7 @@ from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.strategies.mesh_split import SplitOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
+from mgpu_pipe.training.optimizers import optimizer_factory
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
 Batch = dict[str, torch.Tensor]
@@ -68,6 +70,8 @@ class Case:
     offload: str = "none"
     """Of that engine."""
     offload_path: str | None = None
+    optimizer: str = "torch.optim.AdamW"
+    optimizer_options: dict[str, Any] = field(default_factory=lambda: {"weight_decay": 0.1})
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of how the model is split."""
 
@@ -163,9 +167,23 @@ def filled(model: Any, device: torch.device = CPU, seed: int = SEED) -> Any:
     return materialise(model, seed, device)
 
 
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+def stock_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The class itself, of all parameters in one group."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=LR, weight_decay=0.1, fused=True)
+    fused = {"fused": True} if case.optimizer == "torch.optim.AdamW" else {}
+    module, _, name = case.optimizer.rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    made: torch.optim.Optimizer = cls(trained, **{"lr": LR, **fused, **case.optimizer_options})
+    return made
+
+
+def optimizer_of(case: Case) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
+    """The program's, of the same options."""
+    options = dict(case.optimizer_options)
+    return optimizer_factory(OptimizerConfig(
+        _target_=case.optimizer, lr=options.pop("lr", LR), decay_norms_and_biases=True,
+        weight_decay=options.pop("weight_decay", 0.0), options=options,
+    ))  # fmt: skip
 
 
 class BranchObjective(CausalLMObjective):
@@ -243,7 +261,7 @@ def trained(
     model = built(case)
     branching = TogetherObjective if case.together else BranchObjective
     cls = branching if case.branches else CausalLMObjective
-    objective = cls(model, adamw, lambda step: 1.0, 7)
+    objective = cls(model, optimizer_of(case), lambda step: 1.0, 7)
     watch = Watch(on_start)
     trainer = pl.Trainer(
         accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_steps=case.steps, logger=False,
@@ -269,7 +287,7 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     to for compute.
     """
     model = filled(built(case), seed=case.seed)
-    optimizer = adamw(model)
+    optimizer = stock_optimizer(case, model)
     losses, norms, gradients = [], [], {}
     for step in range(case.steps):
         batch = batch_of(case, step)
