@@ -157,6 +157,14 @@ class ParallelDims:
         sizes = (self.pp, self.world_size // self.pp)
         return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "stage"))["stage"]
 
+    def replica_mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks that hold one copy of this rank's pipeline stage between them. A collective call."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        copies = self.pp * self.dp_replicate
+        names = ("copy", "replica")
+        return init_device_mesh(device_type, (copies, self.world_size // copies), mesh_dim_names=names)["replica"]
+
     def expert_mesh(self, device_type: str) -> DeviceMesh:
         """The axes ``(pp, dp_replicate, expert_shard, ep)``; ``ep`` re-cuts dp_shard * tp. A collective call.
 

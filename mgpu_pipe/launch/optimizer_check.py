@@ -21,6 +21,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims
 
+MUON = "mgpu_pipe.parallel.muon.Muon"
 KEY = "optimizer._target_"
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """torch's optimizers whose update of an element depends on that element alone."""
@@ -39,7 +40,13 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if name == "Muon":
         reason = "it takes matrices alone, and a model has other parameters"
         return [ConfigError(KEY, target, "use optimizer=muon, which gives the others to AdamW", reason)]
-    if name in ELEMENTWISE and all(_is_plain(*option) for option in optimizer.options.items()):
+    if target == MUON and config.strategy.engine == ENGINE:
+        reason = "ZeRO updates flat pieces of the weights, and Muon needs whole matrices"
+        return [ConfigError(KEY, target, f"use strategy=fsdp, or {ADAMW}", reason)]
+    plain = all(_is_plain(*option) for option in optimizer.options.items())
+    if target == MUON and plain:
+        return []
+    if name in ELEMENTWISE and plain:
         found: Findings = {"scope": "element", "in_place": True, "state_at_start": name in STATE_AT_START}
     else:
         given = {"target": target, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
@@ -47,6 +54,8 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
         found = _tried(json.dumps(given))
     if found.get("refusal") is not None:
         return [_refusal(config, found)]
+    if target == MUON:  # it puts together what is cut
+        return []
     return [*_scope_errors(config, dims, str(found["scope"])), *_zero_errors(config, name, found)]
 
 
@@ -61,9 +70,9 @@ def torchs_own(target: str) -> str | None:
 
 def _is_plain(option: str, value: object) -> bool:
     """Whether every optimizer that takes ``option`` takes this value."""
-    if option == "betas":
+    if option in ("betas", "adamw_betas"):
         return isinstance(value, list | tuple) and len(value) == 2 and all(_in(beta, 1.0) for beta in value)
-    return option in ("eps", "momentum") and _in(value, float("inf"))
+    return option in ("eps", "momentum", "adamw_lr", "adamw_eps") and _in(value, float("inf"))
 
 
 def _in(value: object, below: float) -> bool:

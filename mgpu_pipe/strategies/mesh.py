@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces, take_numbers
 from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import StepWindow
@@ -23,9 +24,11 @@ from mgpu_pipe.parallel.gradients import clip_gradients, scale_gradients
 from mgpu_pipe.parallel.local_update import on_local_shards
 from mgpu_pipe.parallel.loss_scale import LossScale
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes, storage_bytes
+from mgpu_pipe.parallel.muon import Muon
 from mgpu_pipe.parallel.pipeline import PipelinePlan
 from mgpu_pipe.parallel.pipeline_balance import layer_costs
 from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.parallel.whole_matrices import WholeMatrices
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, NonFiniteStep, check_finite
 from mgpu_pipe.strategies.mesh_split import MicroBatch, SplitModel, SplitOptions
 from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
@@ -102,9 +105,19 @@ class MeshStrategy(EngineStrategy):
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
+                if isinstance(optimizer, Muon):
+                    self._gather_matrices(optimizer)
                 for group in optimizer.param_groups:
                     group.setdefault("initial_lr", group["lr"])
         self.setup_precision_plugin()
+
+    def _gather_matrices(self, optimizer: Muon) -> None:
+        """Let the optimizer see whole matrices where ranks hold parts of them. A collective call."""
+        if self.dims.dp_shard * self.dims.cp * self.dims.tp == 1:
+            return
+        matrices = [p for group in optimizer.param_groups if group["matrices"] for p in group["params"]]
+        group = self.dims.replica_mesh(self._device.type).get_group()
+        optimizer.cut = WholeMatrices(self.objective.model, matrices, group, self._device, exchange_json)
 
     # -- assembling ---------------------------------------------------------------------------------------------
 

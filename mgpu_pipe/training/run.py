@@ -106,7 +106,7 @@ def train(
         require_model_settings(reader.state.get("model_config"), settings, reader.folder)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     objective = objective_class(config.objective.name).from_config(
-        config, model, optimizer_factory(config.optimizer), build_schedule(config.scheduler, total_steps)
+        config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
     )
     writer = _metrics_writer(paths, start_step) if rank == 0 else None
     checkpointer = Checkpointer(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.window import ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.rotary import fix_rotary_length
@@ -89,7 +90,7 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
     model = build_meta(config.model)
     fix_rotary_length(model, config.data.seq_len)
     objective = objective_class(config.objective.name).from_config(
-        config, model, optimizer_factory(config.optimizer),
+        config, model, optimizer_factory(config.optimizer, resolve_precision(config)),
         build_schedule(config.scheduler, config.scheduler.total_steps or 1),
     )  # fmt: skip
     return strategy, objective

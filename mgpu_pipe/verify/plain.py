@@ -55,7 +55,7 @@ class PlainRun:
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16()
         self._scale = LOSS_SCALE if precision == "fp16" else 1.0
-        self.optimizer = optimizer_factory(config.optimizer)(model)
+        self.optimizer = optimizer_factory(config.optimizer, precision)(model)
         self._router_aux_loss = config.objective.router_aux_loss
         self._top_k = int(getattr(self.model.config, "num_experts_per_tok", 0) or 0)
         self._compute_dtype = COMPUTE.get(precision)

@@ -73,7 +73,7 @@ def test_a_misspelt_key_is_refused_also_after_a_plus(prefix: str):
         ("trainer.devices.x=1", "trainer.devices.x=1: no such key"),
         ("optimizer.lr=1e-3,1e-4", "several values; add -m for one run each"),
         ("run.name=[a", "cannot be read"),
-        ("optimizer=null", "use one of adamw, sgd"),
+        ("optimizer=null", "use one of adamw, muon, sgd"),
         ("nosuch/group=x", "no such group"),
     ],
 )

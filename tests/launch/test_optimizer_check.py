@@ -53,6 +53,9 @@ def refusals(*overrides: str) -> list[str]:
         ("+optimizer.options.nesterov=true", "optimizer.options.nesterov=true: torch.optim.SGD refuses"),
         ("optimizer._target_=torch.optim.Muon", "use optimizer=muon"),
         ("optimizer._target_=torch.optim.SparseAdam", "SparseAdam does not support dense gradients"),
+        ("optimizer=muon strategy=zero3 trainer.devices=2", "Muon needs whole matrices; use strategy=fsdp, or"),
+        ("optimizer=muon optimizer.options.momentum=-1", "optimizer.options.momentum=-1: mgpu_pipe.parallel.muon.Muon"),
+        ("optimizer=muon +optimizer.options.adjust_lr_fn=x", "neither original nor match_rms_adamw: x; correct it"),
         (OWN + "Noisy", "draws random numbers"),
         (OWN + "Early strategy=zero1 trainer.devices=2", "its constructor makes the state"),
         (OWN + "Counting strategy=zero3 trainer.devices=2", "it replaces the parameters' tensors"),
@@ -66,7 +69,7 @@ def refusals(*overrides: str) -> list[str]:
 )  # fmt: skip
 def test_what_would_fail_or_differ_is_refused_in_one_line(overrides: str, said: str) -> None:
     words = overrides.split()
-    (line,) = refusals(*([] if "options.betas" in overrides else [PLAIN]), *words)
+    (line,) = refusals(*([] if "options.betas" in overrides or "=muon" in overrides else [PLAIN]), *words)
     assert said in line and line.startswith("optimizer.") and "\n" not in line
 
 
@@ -81,7 +84,7 @@ def test_what_the_refusals_advise_is_accepted(overrides: str) -> None:
 
 
 def test_shipped_optimizers_are_not_tried(tried: list[str]) -> None:
-    for option in ("adamw", "sgd"):
+    for option in ("adamw", "sgd", "muon"):
         assert refusals(f"optimizer={option}", "strategy=fsdp", "trainer.devices=2") == []
     assert tried == []
 

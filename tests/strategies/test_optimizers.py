@@ -19,7 +19,7 @@ from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from tests.strategies.test_any_to_any import contents, write
 from tests.support.processes import run_processes
-from tests.support.training import Case, Outcome, plain, trained, worst_error
+from tests.support.training import LR, MUON, Case, Outcome, plain, trained, worst_error
 
 BEFORE, AFTER = 2, 3
 OWN = "tests.support.own_optimizers."
@@ -69,7 +69,7 @@ WAYS = {
 
 
 def case_of(way: Way, optimizer: str, steps: int) -> Case:
-    options = {**OPTIMIZERS, **OF_TENSORS}[optimizer]
+    options = {**OPTIMIZERS, **OF_TENSORS, MUON: {**DECAYED, "adamw_lr": LR}}[optimizer]
     return Case(optimizer=optimizer, optimizer_options=options, steps=steps, layers=2, **way.case)
 
 

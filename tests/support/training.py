@@ -7,8 +7,10 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
@@ -37,6 +39,7 @@ from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
 Batch = dict[str, torch.Tensor]
 SEED, LR = 5, 3e-4
+MUON = "mgpu_pipe.parallel.muon.Muon"
 LAYERS = {"gpt2": "n_layer"}
 """What a family calls the number of its layers, where it has a name of its own for it."""
 CPU = torch.device("cpu")
@@ -167,8 +170,40 @@ def filled(model: Any, device: torch.device = CPU, seed: int = SEED) -> Any:
     return materialise(model, seed, device)
 
 
+class PairOfOptimizers(torch.optim.Optimizer):
+    """torch.optim.Muon for the matrices of the hidden layers, one at a time of a stack, and torch.optim.AdamW for the
+    rest. In fp32 Muon's iteration, which torch has in bf16 only, is computed in float64."""
+
+    def __init__(self, case: Case, model: Any) -> None:
+        options = dict(case.optimizer_options)
+        rest = {"lr": options.pop("adamw_lr"), "betas": (0.9, 0.95), "weight_decay": options["weight_decay"]}
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        apart = embeddings | {id(model.get_output_embeddings().weight)}
+        matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in apart]
+        chosen = {id(p) for p in matrices}
+        self.views = [(p, i) for p in matrices for i in (range(len(p)) if p.dim() == 3 else [None])]
+        flat = [p if i is None else p.detach()[i] for p, i in self.views]
+        others = [p for p in model.parameters() if id(p) not in chosen]
+        groups = [{"params": [p for p in others if p.dim() >= 2]},
+                  {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+        self.adamw = torch.optim.AdamW(groups, **rest)
+        self.muon = torch.optim.Muon(flat, **{**options, "lr": options.get("lr", LR)})
+        self.flat, self.exact = flat, case.precision == "fp32"
+        super().__init__(list(model.parameters()), {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for view, (parameter, index) in zip(self.flat, self.views, strict=True):
+            assert parameter.grad is not None
+            view.grad = parameter.grad if index is None else parameter.grad[index]
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.double) if self.exact else nullcontext():
+            self.muon.step()
+        self.adamw.step()
+
+
 def stock_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The class itself, of all parameters in one group."""
+    """The class itself, of all parameters in one group; torch.optim.Muon beside AdamW for this program's Muon."""
+    if case.optimizer == MUON:
+        return PairOfOptimizers(case, model)
     trained = [p for p in model.parameters() if p.requires_grad]
     fused = {"fused": True} if case.optimizer == "torch.optim.AdamW" else {}
     module, _, name = case.optimizer.rpartition(".")
@@ -181,9 +216,9 @@ def optimizer_of(case: Case) -> Callable[[torch.nn.Module], torch.optim.Optimize
     """The program's, of the same options."""
     options = dict(case.optimizer_options)
     return optimizer_factory(OptimizerConfig(
-        _target_=case.optimizer, lr=options.pop("lr", LR), decay_norms_and_biases=True,
+        _target_=case.optimizer, lr=options.pop("lr", LR), decay_norms_and_biases=case.optimizer != MUON,
         weight_decay=options.pop("weight_decay", 0.0), options=options,
-    ))  # fmt: skip
+    ), case.precision)  # fmt: skip
 
 
 class BranchObjective(CausalLMObjective):

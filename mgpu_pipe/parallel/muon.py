@@ -1,0 +1,200 @@
+"""Muon for a model's matrices, AdamW for everything else, also where ranks hold parts of the matrices.
+
+Muon takes the momentum's nearest (semi-)orthogonal matrix, by Newton-Schulz, for the update (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/). That looks at the whole matrix: see :mod:`.whole_matrices`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.adamw import adamw
+
+Matrix = Callable[[torch.Tensor], torch.Tensor]
+"""From a whole matrix to another of its shape."""
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+MOST_STEPS = 99
+
+
+class Orthogonalise(Protocol):
+    """Applies a function to whole matrices of which this rank may hold parts."""
+
+    def shape(self, index: int) -> torch.Size:
+        """Of a matrix of the whole parameter."""
+
+    def __call__(self, parts: list[torch.Tensor | None], function: Matrix, dtype: torch.dtype) -> list[torch.Tensor]:
+        """This rank's parts of the results, in ``dtype``. A collective call."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest; its results are those of torch.optim.Muon and torch.optim.AdamW.
+
+    Args:
+        params: groups, which say by ``matrices`` how they are updated; where that is not said, parameters of two dims
+            are matrices. Of a group of matrices each parameter has two dims, or three: a stack of matrices.
+        lr: of the matrices.
+        momentum, nesterov, ns_coefficients, ns_steps, eps, adjust_lr_fn: as torch.optim.Muon has them.
+        adamw_lr, adamw_betas, adamw_eps: of the rest.
+        precision: what Newton-Schulz computes in: fp32 where this is ``fp32``, else bf16.
+
+    Attributes:
+        cut: where ranks hold parts of matrices, what puts them together; the optimizer's first group of it.
+
+    Raises:
+        ValueError: a value that makes no sense.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 2e-2, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5, eps: float = 1e-7,
+        adjust_lr_fn: str | None = None, adamw_lr: float = 3e-4, adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8, precision: str = "fp32",
+    ) -> None:  # fmt: skip
+        for name, value in (("momentum", momentum), ("eps", eps), ("adamw_lr", adamw_lr), ("adamw_eps", adamw_eps)):
+            if value < 0:
+                raise ValueError(f"{name} is negative: {value}")
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients are three numbers, not {len(ns_coefficients)}")
+        if not 1 <= int(ns_steps) == ns_steps <= MOST_STEPS:
+            raise ValueError(f"ns_steps is not a number from 1 to {MOST_STEPS}: {ns_steps}")
+        if adjust_lr_fn not in ADJUSTMENTS:
+            raise ValueError(f"adjust_lr_fn is neither original nor match_rms_adamw: {adjust_lr_fn}")
+        if len(adamw_betas) != 2 or not all(0 <= beta < 1 for beta in adamw_betas):
+            raise ValueError(f"adamw_betas are not two numbers from 0 to below 1: {list(adamw_betas)}")
+        self.cut: Orthogonalise | None = None
+        self._dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        shared = {
+            "momentum": momentum, "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps,
+            "eps": eps, "adjust_lr_fn": adjust_lr_fn, "adamw_betas": tuple(adamw_betas), "adamw_eps": adamw_eps,
+        }  # fmt: skip
+        groups = [part for group in _groups(params) for part in _told(group)]
+        rates = [{"lr": group.get("lr", lr if group["matrices"] else adamw_lr)} for group in groups]
+        # torch keeps step counters where the fused kernel wants them.
+        fused = [{} if group["matrices"] else {"fused": True} for group in groups]
+        super().__init__(
+            [{**group, **rate, **flag} for group, rate, flag in zip(groups, rates, fused, strict=True)],
+            {"lr": lr, "weight_decay": weight_decay, **shared},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        at = 0
+        for group in self.param_groups:
+            if group["matrices"]:
+                self._update_matrices(group, at)
+                at += len(group["params"])
+            else:
+                self._update_others(group)
+        return loss
+
+    def _update_matrices(self, group: dict[str, Any], at: int) -> None:
+        parameters: list[torch.Tensor] = group["params"]
+        directions: list[torch.Tensor | None] = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                directions.append(None)
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            momentum: torch.Tensor = state["momentum_buffer"]
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            directions.append(gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum)
+
+        def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+            return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"], self._dtype)
+
+        how: Orthogonalise = _Whole(parameters) if self.cut is None else self.cut
+        updates = how(directions, orthogonal, self._dtype)
+        for index, (parameter, direction) in enumerate(zip(parameters, directions, strict=True)):
+            if direction is None:
+                continue
+            rate = group["lr"] * adjustment(group["adjust_lr_fn"], how.shape(index))
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(updates[index], alpha=-rate)
+
+    def _update_others(self, group: dict[str, Any]) -> None:
+        present = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in present:
+            if not self.state[parameter]:
+                self.state[parameter].update(
+                    step=torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter),
+                )  # fmt: skip
+        states = [self.state[parameter] for parameter in present]
+        averages, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        if present:
+            adamw(
+                present, [parameter.grad for parameter in present], averages, squares, [], steps, fused=True,
+                amsgrad=False, beta1=group["adamw_betas"][0], beta2=group["adamw_betas"][1], lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["adamw_eps"], maximize=False,
+            )  # fmt: skip
+
+
+def newton_schulz(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """About U V^T of ``matrix`` = U S V^T, by a quintic iteration in ``dtype``; the operations of torch.optim.Muon."""
+    a, b, c = coefficients
+    found = matrix.to(dtype)
+    tall = matrix.shape[0] > matrix.shape[1]
+    if tall:
+        found = found.T
+    found = found / found.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+def adjustment(how: str | None, shape: torch.Size) -> float:
+    """The factor of the learning rate for a matrix of ``shape``, as torch.optim.Muon has it."""
+    if how == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
+
+
+class _Whole:
+    """Every matrix is whole here."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+
+    def shape(self, index: int) -> torch.Size:
+        return self._parameters[index].shape[-2:]
+
+    def __call__(self, parts: list[torch.Tensor | None], function: Matrix, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.empty(0) if part is None else each_matrix(part, function, dtype) for part in parts]
+
+
+def each_matrix(tensor: torch.Tensor, function: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """``function`` of a matrix, or of every one of a stack; those without elements are left as they are."""
+    found = torch.empty_like(tensor, dtype=dtype)
+    pairs = [(found, tensor)] if tensor.dim() == 2 else zip(found, tensor, strict=True)
+    for target, matrix in pairs:
+        if matrix.numel():
+            target.copy_(function(matrix))
+    return found
+
+
+def _groups(params: Any) -> list[dict[str, Any]]:
+    given = list(params)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]
+
+
+def _told(group: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The group, or, where it does not say what it holds, its matrices and the rest."""
+    parameters = group["params"]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if "matrices" in group:
+        return [{**group, "params": parameters}]
+    return [{**group, "params": [p for p in parameters if (p.dim() == 2) is chosen], "matrices": chosen}
+            for chosen in (True, False)]  # fmt: skip
