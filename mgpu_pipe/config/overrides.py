@@ -8,6 +8,7 @@ and all errors are reported together. Hydra's own parser reads the overrides, so
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from typing import Any, get_origin
 
@@ -16,6 +17,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
 from hydra.errors import HydraException
 
 from mgpu_pipe.config.convert import hints, unknown_key
+from mgpu_pipe.config.hydra_keys import hydra_key_error
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.config.synonyms import known_elsewhere
@@ -53,7 +55,9 @@ def check_overrides(
             errors.append(_unreadable(argument, error))
             continue
         if override.is_hydra_override() or override.key_or_group == "hydra":
-            good.append(argument)
+            unused = hydra_key_error(override, multirun)
+            errors.extend([unused] if unused else [])
+            good.extend([] if unused else [argument])
         elif override.is_sweep_override() and not multirun:
             fix = "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'"
             errors.append(ConfigError(override.key_or_group, _value_text(override), fix, "several values"))
@@ -66,6 +70,8 @@ def check_overrides(
             kind = _key_kind(override.key_or_group)
             if kind == "unknown":
                 errors.append(_unknown(override, groups))
+            elif kind == "schema" and override.is_delete():
+                errors.append(_undeletable(override))
             else:
                 good.append(_as_key(override, argument, kind))
     return good, errors
@@ -101,6 +107,10 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
     group = override.key_or_group.strip("/")
     if "/" in group and group.split("/")[0] not in groups:
         return [ConfigError(group, _value_text(override), choose_from(group, groups), "no such group")]
+    if override.is_delete() and dataclasses.is_dataclass(hints(RunConfig).get(group)):
+        options, _ = lookup(group)
+        return [ConfigError(f"~{group}", _value_text(override), f"choose another, {group}={'|'.join(options)}",
+                            "a run has one of these")]  # fmt: skip
     if override.is_delete() or _chooses_nothing(override):
         return []
     options, _ = lookup(group)
@@ -140,6 +150,19 @@ def _as_key(override: Override, argument: str, kind: str) -> str:
         return argument
     bare = argument.lstrip("+")
     return f"++{bare}" if kind == "free" or argument.startswith("++") else bare
+
+
+def _undeletable(override: Override) -> ConfigError:
+    """A key of the schema is always there: without a value it has its default."""
+    key = override.key_or_group
+    value: Any = RunConfig()
+    for word in key.split("."):
+        value = getattr(value, word)
+    if dataclasses.is_dataclass(value):
+        first = dataclasses.fields(value)[0].name
+        return ConfigError(f"~{key}", "", f"set its keys, {key}.{first}=...", "a section cannot be deleted")
+    reason = f"a key cannot be deleted; its default is {'null' if value is None else json.dumps(value)}"
+    return ConfigError(f"~{key}", "", f"leave it out, or set {key}=<value>", reason)
 
 
 def _unknown(override: Override, groups: list[str]) -> ConfigError:

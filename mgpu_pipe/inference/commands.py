@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.arguments import VerbParser, byte_size, non_negative, positive_int, share
+from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError
-from mgpu_pipe.inference.load import LoadedRun, load_run, newest_run, open_model
+from mgpu_pipe.inference.load import LoadedRun, existing_folder, load_run, newest_run, open_model
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
@@ -23,6 +25,7 @@ FOLDER_HELP = "run's, step's or Hugging Face model's folder; default: the newest
 def evaluate(argv: Sequence[str]) -> int:
     """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE ...]``: held-out loss and perplexity, weights in fp32."""
     parser = _parser("eval", "Held-out loss and perplexity, with the run's frozen configuration.")
+    _computing(parser)
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="other data than the run's")
     return _told(lambda: _evaluate(_folder_first(parser, argv)))
 
@@ -30,12 +33,15 @@ def evaluate(argv: Sequence[str]) -> int:
 def generate(argv: Sequence[str]) -> int:
     """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation."""
     parser = _parser("generate", "Continue prompts.")
-    parser.add_argument("--prompt", action="append", help="text to continue; repeatable; default: standard input")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=64)
-    parser.add_argument("--temperature", type=non_negative, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top-k", type=positive_int, help="draw among so many likeliest tokens")
-    parser.add_argument("--top-p", type=share, help="draw among the likeliest tokens of this total probability")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompt", action="append", metavar="TEXT",
+                        help="text to continue; repeatable; default: standard input")  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="default 64")
+    parser.add_argument("--temperature", type=non_negative, default=0.8, metavar="T",
+                        help="default 0.8; 0 always takes the likeliest token")  # fmt: skip
+    parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
+    parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
+    _computing(parser)
     return _told(lambda: _generate(parser.parse_args(argv)))
 
 
@@ -75,8 +81,13 @@ def _writing(parser: argparse.ArgumentParser) -> None:
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     parser = VerbParser(prog=f"mgpu-pipe {verb}", description=description)
     parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
-    parser.add_argument("--device", default="auto", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")
     return parser
+
+
+def _computing(parser: argparse.ArgumentParser) -> None:
+    """The argument of a verb that runs the model."""
+    parser.add_argument("--device", default="auto", metavar="DEVICE",
+                        help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")  # fmt: skip
 
 
 def _folder_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -100,23 +111,28 @@ def _told(action: Callable[[], None]) -> int:
 
 
 def _open(arguments: argparse.Namespace) -> LoadedRun:
+    folder, device = _folder(arguments), _device(arguments.device)
     _quiet()
-    folder = arguments.folder if arguments.folder is not None else newest_run()
-    return load_run(folder, _device(arguments.device))
+    return load_run(folder, device)
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """The folder that is named, else the newest run's; looked for before anything slow is imported."""
+    return existing_folder(arguments.folder) if arguments.folder is not None else newest_run()
 
 
 def _device(wanted: str) -> str:
-    import torch
-
+    """The device that ``--device`` names, judged without torch."""
+    gpus = usable_gpus()
     if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise BadInputError(f"--device={wanted}: no such device; use auto, cpu or cuda") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadInputError(f"--device={wanted}: there are {torch.cuda.device_count()} GPUs; use auto or cpu")
-    return wanted
+        return "cuda" if gpus else "cpu"
+    name = re.fullmatch(r"cpu|(?:cuda|gpu)(?::(\d+))?", wanted)
+    if name is None:
+        raise BadInputError(f"--device={wanted}: no such device; use auto, cpu, cuda or cuda:<number>")
+    if wanted != "cpu" and int(name[1] or 0) >= gpus:
+        has = f"has {gpus} GPU{'s' if gpus > 1 else ''} to use" if gpus else "can use no GPU here"
+        raise BadInputError(f"--device={wanted}: torch {has}; use auto or cpu")
+    return wanted.replace("gpu", "cuda")
 
 
 def _quiet() -> None:
@@ -128,12 +144,12 @@ def _quiet() -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    run = _open(arguments)
     from mgpu_pipe.data.loader import evaluation_windows
     from mgpu_pipe.inference.evaluate import evaluate_windows
     from mgpu_pipe.models.rotary import fix_rotary_length
     from mgpu_pipe.topology import BatchPlan
 
-    run = _open(arguments)
     config = _evaluation_config(run, arguments.overrides)
     prepared = _prepared(run, config)
     windows = evaluation_windows(prepared, BatchPlan.resolve(config.data, 1), 0)
@@ -195,14 +211,14 @@ def _same_tokenizer(one: Path, other: Path) -> bool:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from mgpu_pipe.inference.generation import generate_text
-
     prompts = arguments.prompt
     if prompts is None:
         if sys.stdin.isatty():
             raise BadInputError("--prompt: give a text to continue, or pipe one into standard input")
         prompts = [sys.stdin.read().removesuffix("\n")]
     run = _open(arguments)
+    from mgpu_pipe.inference.generation import generate_text
+
     texts = generate_text(
         run.model, run.tokenizer(), prompts, max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed,
@@ -214,11 +230,13 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from mgpu_pipe.inference.export import export_folder
+    from mgpu_pipe.inference.export import check_target, export_folder
 
+    folder, out = _folder(arguments), arguments.out.expanduser()
+    check_target(out, arguments.force)
     _quiet()
-    run = open_model(arguments.folder if arguments.folder is not None else newest_run())
-    out = export_folder(run, arguments.out.expanduser(), arguments.dtype, arguments.force, arguments.max_shard_size)
+    run = open_model(folder)
+    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")
     print(f'load it: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
@@ -236,14 +254,16 @@ def _import(arguments: argparse.Namespace) -> None:
     if arguments.tokenizer is not None and not arguments.tokenizer.is_dir():
         raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
     model = compose(arguments.overrides)[0].model
-    out = arguments.out.expanduser()
-    _quiet()
     from mgpu_pipe.inference.export import check_target, export_folder, working_folder
+
+    out, source = arguments.out.expanduser(), arguments.source.expanduser()
+    if not source.exists():
+        raise BadInputError(f"--from={arguments.source}: nothing is there; correct the path")
+    check_target(out, arguments.force)
+    _quiet()
     from mgpu_pipe.inference.foreign import read_weights
     from mgpu_pipe.inference.importing import fill_from_foreign
 
-    check_target(out, arguments.force)
-    source = arguments.source.expanduser()
     with working_folder(out, ".import") as scratch:
         weights = read_weights(source, arguments.trust, scratch)
         stored = fill_from_foreign(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)

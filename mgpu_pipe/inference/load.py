@@ -88,11 +88,16 @@ def load_run(path: Path | str, device: torch.device | str = "cpu") -> LoadedRun:
         BadInputError: the folder is none of these; of its kinds, CheckpointError for a damaged step and
             ModelFolderError for a model folder that is not whole.
     """
-    folder = _existing(path)
+    folder = existing_folder(path)
     return (_load_model_folder if (folder / "config.json").is_file() else _load_checkpoint)(folder, device)
 
 
-def _existing(path: Path | str) -> Path:
+def existing_folder(path: Path | str) -> Path:
+    """The folder at ``path``; nothing in it is read.
+
+    Raises:
+        BadInputError: nothing is there, or no folder that this program opens.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise BadInputError(f"{path}: no such folder; give a run's, step's or Hugging Face model's folder")
@@ -127,7 +132,7 @@ def open_model(path: Path | str) -> StoredModel:
     Raises:
         BadInputError: as :func:`load_run`.
     """
-    folder = _existing(path)
+    folder = existing_folder(path)
     if not (folder / "config.json").is_file():
         return _open_checkpoint(folder)[0]
     from mgpu_pipe.models.build import build_meta
