@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mgpu_pipe.data.files import check_unicode, json_row, missing_column
+from mgpu_pipe.data.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
 from mgpu_pipe.errors import DataError
 
 Span = tuple[int, int]
@@ -59,7 +60,7 @@ class ChatTemplate:
         stop_tokens: texts of the tokenizer's special tokens, which may end a turn.
 
     Raises:
-        jinja2.TemplateSyntaxError: the template is not valid Jinja.
+        jinja2.TemplateError: the template is not valid Jinja, or compiling it takes more than a template's limits.
     """
 
     source: str
@@ -67,12 +68,13 @@ class ChatTemplate:
     stop_tokens: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        self._template = environment.from_string(self.source)
+        with limited():
+            self._template = environment.from_string(self.source)
         self._marks_generation = bool(_GENERATION.search(self.source))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
@@ -80,17 +82,26 @@ class ChatTemplate:
 
         Raises:
             TemplateError: the template refuses these messages.
+            Exception: whatever else it does wrong; see ``template_limits.limited``.
         """
-        return self._template.render(
+        text = self._template.render(
             messages=messages, tools=tools, add_generation_prompt=prompt, **self.special_tokens
         )
+        if len(text) > LARGEST_VALUE:
+            raise TemplateLimit(f"gives {len(text):,} characters")
+        return text
 
-    def conversation(self, line: str, origin: str, column: str) -> tuple[str, list[Span]]:
+    def conversation(
+        self, line: str, origin: str, column: str, rendered_before: bool = False
+    ) -> tuple[str, list[Span]]:
         """The text of one JSON line and the character spans ``[start, end)`` that the assistant said.
 
         A span holds all that the template adds for the assistant's message after the generation prompt, the end of
         its turn included. Where a template renders a message differently once others follow (some drop earlier
         reasoning), a span is the message's content as rendered, and a special token right behind it.
+
+        Args:
+            rendered_before: within the limits, which this call, in whatever thread, does without.
 
         Raises:
             DataError: broken JSON, wrong messages, or messages that the template refuses; names file and line.
@@ -99,11 +110,14 @@ class ChatTemplate:
         if column not in row:
             raise missing_column(origin, "data.messages_column", column, list(row))
         messages = _checked_messages(row[column], origin, column)
-        tools = row.get("tools")
         try:
-            full = self.render(messages, tools)
-        except (TemplateError, TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{origin}: the chat template refuses these messages: {error}") from error
+            with nullcontext() if rendered_before else limited(len(line)):
+                return self._with_spans(messages, row.get("tools"), origin)
+        except TemplateError as error:
+            raise DataError(f"{origin}: the chat template refuses these messages: {reason(error)}") from error
+
+    def _with_spans(self, messages: list[dict[str, Any]], tools: object, origin: str) -> tuple[str, list[Span]]:
+        full = self.render(messages, tools)
         check_unicode(full, origin)
         if self._marks_generation:
             return _marked_spans(full)
@@ -120,7 +134,9 @@ class ChatTemplate:
             after = self.render(messages[: index + 1], tools)
             plain = self.render(messages[:index], tools)
             before = self.render(messages[:index], tools, prompt=True)
-        except TemplateError:
+        except (TemplateLimit, MemoryError, RecursionError):
+            raise
+        except Exception:  # a part of a conversation may be what the template cannot take
             return None
         if not (full.startswith(after) and after.startswith(plain)):
             return None
@@ -131,10 +147,7 @@ class ChatTemplate:
         """The span of message ``index`` by comparing with a rendering in which its content is another."""
         other = [dict(message) for message in messages]
         other[index]["content"] = _OPEN
-        try:
-            changed = self.render(other, tools)
-        except TemplateError as error:
-            raise DataError(f"{origin}: the chat template refuses these messages: {error}") from error
+        changed = self.render(other, tools)
         if changed.count(_OPEN) != 1:
             raise DataError(f"{origin}: the chat template does not render the content of message {index + 1} once")
         start = _common_prefix(full, changed)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data import tokenizer_train
+from mgpu_pipe.data import files, tokenizer_train
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
 from mgpu_pipe.data.encode import EncoderSpec, token_dtype
 from mgpu_pipe.data.sources import Source
@@ -32,7 +32,11 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from mgpu_pipe.data.chat import ChatTemplate
+
 _BPE_VERSION = 2
+LARGEST_TEMPLATE = 1 << 20
+"""Bytes; real ones have some thousand."""
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
 
 
@@ -118,6 +122,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         template = chat_template(info.folder)
         if template is None:
             raise _no_template(config)
+        _compiled(config, template, info.folder)
     return EncoderSpec(
         tokenizer_file=str(info.folder / TOKENIZER),
         eos_token_id=info.eos_token_id,
@@ -245,20 +250,21 @@ def _trained(
     if source.kind == "chat" and template is None:
         raise _no_template(config)
     fraction = 0.0 if config.data.validation_paths else config.data.validation_fraction
+    compiled = _compiled(config, template) if template is not None and source.kind == "chat" else None
 
-    def pairs() -> Iterator[tuple[str, str]]:
-        if template is None or source.kind == "text":
+    def pairs(again: bool) -> Iterator[tuple[str, str]]:
+        if compiled is None:
             yield from ((document.text, document.text) for document in source.documents())
             return
-        from mgpu_pipe.data.chat import ChatTemplate
-
-        end = tokenizer_train.END_OF_TEXT
-        compiled = ChatTemplate(template, {"bos_token": end, "eos_token": end, "pad_token": end})
         for document in source.documents():
-            yield document.text, compiled.conversation(document.text, document.origin, config.data.messages_column)[0]
+            # The tokenizers library asks again in a thread of its own, where no limit holds: the same as before.
+            text, _ = compiled.conversation(
+                document.text, document.origin, config.data.messages_column, rendered_before=again
+            )
+            yield document.text, text
 
     def train(out: Path) -> None:
-        texts = tokenizer_train.training_texts(pairs(), pairs(), fraction, progress)
+        texts = tokenizer_train.training_texts(pairs(again=False), pairs(again=True), fraction, progress)
         tokenizer_train.train_bpe(texts, size, out)
         if template is not None:
             (out / TEMPLATE).write_text(template, encoding="utf-8")
@@ -289,17 +295,57 @@ def _template_override(config: RunConfig) -> str | None:
     chosen = config.data.chat_template
     if chosen is None:
         return None
+    path = Path(chosen).expanduser()
     try:
-        text = Path(chosen).expanduser().read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise ConfigError("data.chat_template", chosen, "give a Jinja file", "is no plain file")
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST_TEMPLATE + 1)
+        text = raw.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("data.chat_template", chosen, "give a Jinja file", f"cannot be read: {error}") from error
-    from jinja2 import TemplateSyntaxError
+    if len(raw) > LARGEST_TEMPLATE:
+        raise ConfigError("data.chat_template", chosen, "give a chat template", "is larger than 1 MiB")
+    _compiled(config, text)
+    return text
+
+
+def _compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTemplate:
+    """The template, or the refusal of what is no Jinja or takes more than a template may.
+
+    Args:
+        folder: the tokenizer's, where the template is its.
+    """
+    from jinja2 import TemplateError
 
     from mgpu_pipe.data.chat import ChatTemplate
+    from mgpu_pipe.data.template_limits import reason
 
     try:
-        ChatTemplate(text)
-    except TemplateSyntaxError as error:
-        raise ConfigError("data.chat_template", chosen, "correct the template",
-                          f"line {error.lineno}: {error.message}") from error
-    return text
+        if folder is None:
+            end = tokenizer_train.END_OF_TEXT
+            return ChatTemplate(text, {"bos_token": end, "eos_token": end, "pad_token": end})
+        return ChatTemplate(text, special_tokens(folder), stop_tokens(folder))
+    except TemplateError as error:
+        if config.data.chat_template is not None:
+            raise ConfigError("data.chat_template", config.data.chat_template, "correct the template",
+                              reason(error)) from error  # fmt: skip
+        raise ConfigError("data.tokenizer", config.data.tokenizer, "give another chat template by data.chat_template",
+                          f"its chat template cannot be used: {reason(error)}") from error  # fmt: skip
+
+
+def check_chat(config: RunConfig) -> None:
+    """Refuse a chat template that is missing, broken, or cannot render the first conversation within its limits.
+
+    Raises:
+        ConfigError, DataError, ModelFolderError: what is wrong.
+    """
+    text, file = _template_override(config), _existing_file(config)
+    if text is None and file is not None:
+        text = chat_template(file.parent)
+    if text is None:
+        raise _no_template(config)
+    template = _compiled(config, text, file.parent if file is not None else None)
+    first = files.expand_paths(config.data.paths, "data.paths")[0]
+    line, origin, _ = next(files.read_lines(first))
+    template.conversation(line, origin, config.data.messages_column)

@@ -84,6 +84,8 @@ def training_texts(
 ) -> Iterator[str]:
     """The texts of the documents that are not held out, at most about 256 Mi characters of them.
 
+    The first pass is over when this returns; the second is made as the texts are asked for.
+
     Args:
         documents, again: two passes over the same ``(key, text)`` pairs; ``key`` is what the split goes by.
         fraction: share of the documents that is held out.
@@ -97,9 +99,14 @@ def training_texts(
     share = _TRAINING_CHARACTERS / characters
     # The low bits are independent of the order that the split takes.
     train &= (hashes & np.uint64(0xFFFF)) < np.uint64(min(max(int(share * 65536), 1), 65536))
-    done, total = 0, int(sum(size for (_, size), use in zip(keyed, train, strict=True) if use))
-    for (_, text), use in zip(again, train, strict=True):
-        if use:
-            yield text
-            done += len(text)
-            progress("train tokenizer", done, total)
+    total = int(sum(size for (_, size), use in zip(keyed, train, strict=True) if use))
+
+    def chosen() -> Iterator[str]:
+        done = 0
+        for (_, text), use in zip(again, train, strict=True):
+            if use:
+                yield text
+                done += len(text)
+                progress("train tokenizer", done, total)
+
+    return chosen()

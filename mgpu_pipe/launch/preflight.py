@@ -121,6 +121,10 @@ def _check_data(config: RunConfig) -> None:
 
     if config.data.source not in FILE_SOURCES or config.data.paths:
         check_sources(config)
+    if config.data.source == "chat_jsonl" and config.data.paths:
+        from mgpu_pipe.data.tokenizer import check_chat
+
+        check_chat(config)
 
 
 def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +14,13 @@ import pytest
 from jinja2.exceptions import SecurityError
 from tokenizers import Tokenizer
 
+from mgpu_pipe.data import files, template_limits
 from mgpu_pipe.data.chat import ChatTemplate, _common_prefix
 from mgpu_pipe.data.dataset import PackedDataset
+from mgpu_pipe.data.files import read_lines
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.token_store import TokenStore
+from mgpu_pipe.data.tokenizer import check_chat
 from mgpu_pipe.data.window import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import CHATML, config, sentences, write_jsonl
@@ -157,3 +164,124 @@ def test_the_common_beginning_of_long_texts_is_found_by_halving() -> None:
             one, other = "a" * length, "a" * same + "b" * (length - same)
             assert _common_prefix(one, other) == _common_prefix(other, one) == min(same, length)
     assert _common_prefix("ab", "abc") == 2
+
+
+GROWS = (
+    "{% set n = namespace(v=START) %}{% for i in range(200) %}{% set n.v = STEP %}{% endfor %}"
+    "{{ n.v | string | length }}"
+)
+HOSTILE = {
+    "a long text": "{{ 'a' * 10**10 }}",
+    "a long list": "{{ ([0] * 10**9) | length }}",
+    "a long text, not known beforehand": "{{ 'a' * (messages | length * 10**10) }}",
+    "a long range": "{% for i in range(10**9) %}x{% endfor %}",
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "two macros that call each other": "{% macro f(g) %}{{ g(f) }}{% endmacro %}{{ f(f) }}",
+    "division by zero": "{{ 1 // (messages | length - messages | length) }}",
+    "division by zero of constants": "{{ 1 / 0 }}",
+    "modulo zero": "{{ 1 % 0 }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "a power, not known beforehand": "{{ (messages | length + 9) ** (10 ** 10) }}",
+    "a wide field": "{{ '%20000000000d' % 1 }}",
+    "a wide format": "{{ '{:20000000000}'.format('a') }}",
+    "a wide centre": "{{ 'a' | center(2 * 10**10) }}",
+    "a wide text": "{{ 'a'.ljust(2 * 10**10) }}",
+    "a text that doubles": GROWS.replace("START", "'a'").replace("STEP", "n.v ~ n.v"),
+    "a sum that doubles": GROWS.replace("START", "'a'").replace("STEP", "n.v + n.v"),
+    "a list that doubles": GROWS.replace("START", "[1]").replace("STEP", "n.v + n.v"),
+    "a number that squares": GROWS.replace("START", "3").replace("STEP", "n.v * n.v"),
+    "many words": "{{ lipsum(n=10**8) }}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "a change of the messages": "{{ messages.append(1) }}",
+    "another file": "{% include '/etc/passwd' %}",
+    "another template": "{% extends '/etc/passwd' %}",
+    "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "a number of many digits": "{{ " + "9" * 5000 + " }}",
+    "an unknown test": "{{ messages is nonsense }}",
+    "an open tag": "{{ messages ",
+    "a filter of the wrong type": "{{ messages | int + 'a' }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_that_is_a_bad_program_is_refused_in_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the preflight, and so before anything is prepared; and by the preparation, where a later row brings it up."""
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes."}]
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": talk}])
+    (tmp_path / "chat.jinja").write_text(HOSTILE[name] + CHATML, encoding="utf-8")
+    run = config(tmp_path, source="chat_jsonl", paths=[str(path)], chat_template=str(tmp_path / "chat.jinja"))
+    monkeypatch.setattr(template_limits, "SECONDS", 0.5)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    for refuse in (check_chat, prepare):
+        with pytest.raises((ConfigError, DataError), match=r"chat_template=.*chat\.jinja|chat\.jsonl:1: ") as told:
+            refuse(run)
+        assert "\n" not in str(told.value) and len(str(told.value)) < 600
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+def test_a_tokenizers_own_broken_template_is_refused_by_its_key(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes."}]
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": talk}] * 3)
+    (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8")
+    run = config(tmp_path, source="chat_jsonl", paths=[str(path)], chat_template=str(tmp_path / "chat.jinja"))
+    own = shutil.copytree(prepare(run).tokenizer_folder, tmp_path / "own")
+    (own / "chat_template.jinja").write_text("{{ 'a' * 10**10 ")
+    run.data.chat_template, run.data.tokenizer = None, str(own)
+    for refuse in (check_chat, prepare):
+        with pytest.raises(ConfigError, match=r"data\.tokenizer=.*own: its chat template cannot be used: line 1"):
+            refuse(run)
+
+
+@pytest.mark.parametrize("make", ["fifo", "large", "folder", "endless"])
+def test_a_template_that_is_no_template_file_is_refused(make: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    {"fifo": lambda: os.mkfifo(path), "large": lambda: path.write_bytes(b" " * (2 << 20)), "folder": path.mkdir,
+     "endless": lambda: path.symlink_to("/dev/zero")}[make]()  # fmt: skip
+    run = config(tmp_path, source="chat_jsonl", paths=["none"], chat_template=str(path))
+    with pytest.raises(ConfigError, match=r"data\.chat_template=.*(is no plain file|larger than 1 MiB)"):
+        check_chat(run)
+
+
+BAD_LINES = {
+    "NaN": '{"messages": [], "score": NaN}',
+    "infinity": '{"messages": [], "score": -Infinity}',
+    "nesting": '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "half a pair": '{"messages": [{"role": "assistant", "content": "\\ud800"}]}',
+    "half a pair in a role": '{"messages": [{"role": "assistant", "content": ""}, {"role": "\\udfff", "content": ""}]}',
+    "NUL bytes": "\0\0\0\0",
+    "a NUL in a string": '{"messages": "a\0b"}',
+    "a second BOM": '\ufeff{"messages": []}',
+    "no messages": '{"messages": []}',
+    "a mapping": '{"messages": {"role": "user"}}',
+    "many digits": '{"messages": ' + "1" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_malformed_row_is_named_by_file_and_line(name: str, tmp_path: Path) -> None:
+    good = json.dumps({"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes."}]})
+    (tmp_path / "chat.jsonl").write_text("\ufeff" + good + "\n" + BAD_LINES[name] + "\n", encoding="utf-8")
+    (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8")
+    run = config(tmp_path, source="chat_jsonl", paths=[str(tmp_path / "chat.jsonl")],
+                 chat_template=str(tmp_path / "chat.jinja"))
+    with pytest.raises(DataError, match=r"chat\.jsonl:2: ") as told:
+        prepare(run)
+    assert "\n" not in str(told.value) and len(str(told.value)) < 600
+
+
+def test_a_giant_line_is_refused_without_being_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 GB that are no bytes on the disk: a hole in the file."""
+    monkeypatch.setattr(files, "LONGEST_LINE", 16 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    os.truncate(path, 10 << 30)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"a\.jsonl:2: is longer than 16 MiB"):
+        list(read_lines(path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
