@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.config import source_class
+from mgpu_pipe.config.argument_types import wanted_instead
+from mgpu_pipe.config.interpolation import written
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Signature, Unknown
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError, ConfigErrors
@@ -164,7 +166,11 @@ def _inspected(found: type) -> Signature | None:
         return None
     named = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
     required = tuple(item.name for item in named if item.default is item.empty)
-    return Signature(tuple(item.name for item in named), required, any(i.kind is i.VAR_KEYWORD for i in parameters))
+    annotations = {
+        item.name: inspect.formatannotation(item.annotation) for item in named if item.annotation is not item.empty
+    }
+    any_keyword = any(item.kind is item.VAR_KEYWORD for item in parameters)
+    return Signature(tuple(item.name for item in named), required, any_keyword, annotations)
 
 
 def _missing(where: str, target: str, error: NoSuchName) -> ConfigError:
@@ -210,6 +216,8 @@ def _argument_errors(
             fix = f"did you mean {close}?" if close else f"remove it (~{key}.{name}) or use one of {taken}"
             shown = node[name] if isinstance(node[name], bool | int | float) else "..."
             errors.append(ConfigError(f"{key}.{name}", shown, fix, f"{target} takes no such argument"))
+        elif wanted := wanted_instead(signature.annotations.get(name, "Any"), node[name]):
+            errors.append(ConfigError(f"{key}.{name}", written(node[name]), f"use {wanted}"))
     for name in signature.required:
         if name not in names and name not in provided and name != "kwargs":
             errors.append(ConfigError(f"{key}.{name}", None, f"give {key}.{name}=...", f"{target} needs it"))

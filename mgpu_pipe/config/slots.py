@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
+from typing import Any
 
 from mgpu_pipe.config.build import TARGET, check_target
+from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, is_subclass, signature
+from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import ConfigError
 
 OPTIMIZER_BASE = "torch.optim.Optimizer"
 LOGGER_BASE = "pytorch_lightning.loggers.Logger"
 CALLBACK_BASE = "pytorch_lightning.Callback"
 CHECKPOINT_CALLBACK = "pytorch_lightning.callbacks.Checkpoint"
+EARLY_STOPPING = "pytorch_lightning.callbacks.EarlyStopping"
+LOGGED = ("val/loss",)
+"""What this project's objectives log for callbacks."""
+MODES = ("min", "max")
 
 OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
 LOGGER_PROVIDES = ("save_dir",)
@@ -38,9 +45,41 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
         for name, leaf in leaves.items():
             key = f"{section}.{name}"
             errors += check_target(leaf, base, key, provided) or [
-                *_package_errors(leaf[TARGET], key), *_saves_itself(leaf[TARGET], key)
+                *_package_errors(leaf[TARGET], key), *_saves_itself(leaf[TARGET], key),
+                *_metric_errors(config, leaf, key),
             ]
     return errors
+
+
+def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
+    """What an early stopping looks at: a metric that the objective logs; a plug-in's may log any."""
+    if not _inherits(leaf[TARGET], EARLY_STOPPING) or config.objective.name not in OBJECTIVES:
+        return
+    monitor, mode = leaf["monitor"], leaf.get("mode", "min")
+    if monitor not in LOGGED:
+        yield ConfigError(f"{key}.monitor", monitor, choose_from(str(monitor), LOGGED), "no such metric")
+    if mode not in MODES:
+        yield ConfigError(f"{key}.mode", mode, choose_from(str(mode), MODES))
+
+
+def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
+    """An early stopping in a run that is evaluated at its end only."""
+    every, last = config.trainer.val_every_n_steps, config.trainer.max_steps
+    if every is not None and (last is None or every < last):
+        return
+    for name, leaf in config.callbacks.items():
+        if isinstance(leaf, Mapping) and _inherits(str(leaf.get(TARGET)), EARLY_STOPPING):
+            fix = f"use fewer steps, e.g. {max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
+            reason = f"callbacks.{name} looks at evaluations, and there is none before the end"
+            yield ConfigError("trainer.val_every_n_steps", every, fix, reason)
+
+
+def _inherits(target: str, base: str) -> bool:
+    """Whether source tells that one class inherits from another."""
+    try:
+        return is_subclass(find_class(target), find_class(base))
+    except (NoSuchName, NotAClass, Unknown):
+        return False
 
 
 NEEDS_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
@@ -74,11 +113,7 @@ def _names(target: str) -> tuple[str, ...]:
 
 def _saves_itself(target: str, key: str) -> Iterator[ConfigError]:
     """Lightning's own checkpoints are whole-world pickles; this program writes its own."""
-    try:
-        saves = is_subclass(find_class(target), find_class(CHECKPOINT_CALLBACK))
-    except (NoSuchName, NotAClass, Unknown):
-        return
-    if saves:
+    if _inherits(target, CHECKPOINT_CALLBACK):
         fix = "remove it, and use checkpoint.every_n_steps and checkpoint.keep_best"
         yield ConfigError(f"{key}.{TARGET}", target, fix, "checkpoints are written by this program")
 

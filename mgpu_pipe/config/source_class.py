@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -58,6 +58,8 @@ class Signature:
     names: tuple[str, ...]
     required: tuple[str, ...]
     takes_any_keyword: bool
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """As they are written, of the arguments that have one."""
 
 
 def find_class(dotted: str) -> SourceClass:
@@ -293,4 +295,6 @@ def _of_arguments(arguments: ast.arguments) -> Signature:
     wanted = [item.arg for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
               if default is None]
     required = [name for name in positional if name not in optional] + wanted
-    return Signature((*positional, *keywords), tuple(required), arguments.kwarg is not None)
+    items = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    annotations = {item.arg: ast.unparse(item.annotation) for item in items if item.annotation is not None}
+    return Signature((*positional, *keywords), tuple(required), arguments.kwarg is not None, annotations)

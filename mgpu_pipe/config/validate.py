@@ -14,7 +14,7 @@ from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hardware import gpu_capability, usable_gpus
 from mgpu_pipe.config.joined_world import joined_processes
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.slots import slot_errors
+from mgpu_pipe.config.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
@@ -71,7 +71,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
     """
     return [*_device_errors(config, joined), *_length_errors(config), *_schedule_errors(config),
-            *_held_out_errors(config), *_start_errors(config)]
+            *_held_out_errors(config), *early_stopping_errors(config), *_start_errors(config)]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:

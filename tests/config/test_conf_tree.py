@@ -15,7 +15,8 @@ from mgpu_pipe.models.count import count_parameters
 
 OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]
 NEEDS_MORE = {("model", "hf"), ("data", "text_files"), ("data", "jsonl"), ("data", "parquet"), ("data", "chat_jsonl"),
-              ("logger", "wandb"), ("logger", "mlflow"), ("precision", "fp8"), ("strategy", "zero3_nvme")}
+              ("logger", "wandb"), ("logger", "mlflow"), ("precision", "fp8"), ("strategy", "zero3_nvme"),
+              ("callbacks", "early_stopping")}
 TINY = ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "mixtral_tiny")
 
 # Millions of parameters as their authors give them: the GPT-2, Llama 3, Llama 3.2, Qwen3 and Mixtral model cards.

@@ -1,0 +1,64 @@
+"""Arguments of callbacks, loggers and optimizers: what their annotations exclude is refused, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_pipe.config.argument_types import wanted_instead
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.validate import all_errors
+
+STOPPING = ["callbacks=early_stopping", "trainer.val_every_n_steps=5", "trainer.accelerator=cpu"]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "fitting", "others", "words"),
+    [
+        ("int", [3], ["3", 3.5, True, None, [3]], "a whole number"),
+        ("float", [3, 0.5], ["x", False, None], "a number"),
+        ("bool", [True], [1, "true"], "true or false"),
+        ("str", ["x"], [1, None], "text"),
+        ("Optional[int]", [None, 2], ["x"], "a whole number or null"),
+        ("'Optional[str]'", [None, "x"], [2], "text or null"),
+        ("int | None", [None, 2], ["x"], "a whole number or null"),
+        ("typing.Union[bool, str]", [True, "x"], [2], "true or false or text"),
+        ("Literal['min', 'max']", ["min"], ["mn", 1], "min or max"),
+        ("tuple[float, float]", [[0.9, 0.95], (1, 2)], [[0.9], 0.9, ["a", "b"]], "a list of 2 values"),
+        ("list[str]", [["a"], []], ["a", [1]], "a list of text"),
+        ("dict[str, Any]", [{}], [[], "x"], "a mapping, {name: value}"),
+        ("Union[float, Tensor]", [0.1, "anything"], [], ""),
+        ("timedelta", [1, "x", None], [], ""),
+        ("not python(", [1], [], ""),
+    ],
+)
+def test_an_annotation_excludes_what_it_surely_excludes(
+    annotation: str, fitting: list[object], others: list[object], words: str
+) -> None:
+    assert [wanted_instead(annotation, value) for value in fitting] == [None] * len(fitting)
+    assert [wanted_instead(annotation, value) for value in others] == [words] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([*STOPPING, "callbacks.early_stopping.patience=abc"], "early_stopping.patience=abc: use a whole number"),
+        ([*STOPPING, "callbacks.early_stopping.patience=2.5"], "early_stopping.patience=2.5: use a whole number"),
+        ([*STOPPING, "callbacks.early_stopping.verbose=2"], "early_stopping.verbose=2: use true or false"),
+        ([*STOPPING, "callbacks.early_stopping.monitor=val/los"], "no such metric; did you mean val/loss?"),
+        ([*STOPPING, "callbacks.early_stopping.monitor=train/loss"], "no such metric; did you mean val/loss?"),
+        ([*STOPPING, "callbacks.early_stopping.mode=mn"], "early_stopping.mode=mn: did you mean min?"),
+        (["callbacks=early_stopping"], "trainer.val_every_n_steps=null: callbacks.early_stopping looks at evaluations"),
+        ([*STOPPING, "trainer.max_steps=5"], "trainer.val_every_n_steps=5: callbacks.early_stopping looks at"),
+        (["optimizer.options.betas=[0.9]"], "optimizer.options.betas=[0.9]: use a list of 2 values"),
+        (["optimizer.options.eps=small"], "optimizer.options.eps=small: use a number"),
+        (["logger.tensorboard.max_queue=[1]", "logger.tensorboard.log_graph=7"], "log_graph=7: use true or false"),
+    ],
+)
+def test_a_wrong_value_is_one_line(overrides: list[str], said: str) -> None:
+    (error,) = all_errors(compose(overrides)[0])
+    assert said in str(error)
+
+
+def test_what_fits_is_taken() -> None:
+    fitting = ["callbacks.early_stopping.patience=2", "callbacks.early_stopping.min_delta=0", "optimizer.options.eps=1"]
+    assert all_errors(compose([*STOPPING, *fitting])[0]) == []
