@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
@@ -48,9 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # as under `python -m`, so that a user's own classes are found from either
     try:
+        here = _working_directory()
+        if here not in sys.path and "" not in sys.path:
+            sys.path.append(here)  # as under `python -m`, so that a user's own classes are found from either
         return _dispatch(words)
     except MgpuError as error:
         report_error(error)
@@ -63,10 +65,17 @@ def _main(words: list[str]) -> int:
         return EXIT_OK
 
 
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise BadInputError(f"the working directory is gone ({error.strerror}); cd to a folder that exists") from error
+
+
 def report_error(error: MgpuError) -> None:
     """Print an error on stderr, one line; several errors one line each."""
     for single in error.errors if isinstance(error, ConfigErrors) else [error]:
-        print("error:", " ".join(str(single).split()), file=sys.stderr)
+        print("error:", " ".join(line.strip() for line in str(single).splitlines()), file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -93,8 +102,8 @@ def _unknown_verb(word: str) -> BadInputError:
     return BadInputError(f"{PROGRAM} {word}: no such verb; {choose_from(word, VERBS)}; overrides are written key=value")
 
 
-def _composed(verb: str, words: list[str], job: Job, after_sweep: Callable[[], None] | None = None) -> int:
-    """Compose ``words`` and run ``job``: once, or for every run of a sweep, and then ``after_sweep``."""
+def _composed(verb: str, words: list[str], job: Job, after_sweep: Callable[[int], None] | None = None) -> int:
+    """Compose ``words`` and run ``job``: once, or for every run of a sweep, and then ``after_sweep`` with its code."""
     from mgpu_pipe.config import hydra_cli
 
     if "--version" in words:
@@ -115,13 +124,13 @@ def _composed(verb: str, words: list[str], job: Job, after_sweep: Callable[[], N
         if not composition.multirun:
             return job(composition)
     if after_sweep is None:
-        return _sweep(parsed, job)
+        return _sweep(parsed, job, keep=False)
     from mgpu_pipe.launch.preflight import joined
 
     if joined():
         raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
-    code = _sweep(parsed, job)
-    after_sweep()
+    code = _sweep(parsed, job, keep=True)
+    after_sweep(code)
     return code
 
 
@@ -142,15 +151,23 @@ def _complete(parsed: Namespace, shell: str) -> int:
     return EXIT_OK
 
 
-def _sweep(parsed: Namespace, job: Job) -> int:
-    """Run the jobs of a sweep one after another; a failure is reported and the others go on."""
+def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
+    """Run the jobs of a sweep one after another; a failure is reported and the others go on.
+
+    Args:
+        keep: whether the sweep has a folder, beside those of its runs.
+    """
     from mgpu_pipe.config import hydra_cli
     from mgpu_pipe.errors import ConfigError
 
     codes: list[int] = []
+    seen = 0
 
     def one(composition: Composition) -> None:
-        number, shown = len(codes) + 1, " ".join(composition.overrides)
+        nonlocal seen
+        seen += 1
+        number = f"{seen} of {composition.points}" if composition.points else str(seen)
+        shown = shlex.join(composition.overrides)
         if codes and codes[-1] == EXIT_STOPPED:
             print(f"run {number}: not started, for the one before was stopped: {shown}", file=sys.stderr)
             return
@@ -168,7 +185,7 @@ def _sweep(parsed: Namespace, job: Job) -> int:
             traceback.print_exc()
             codes.append(EXIT_FAILURE)
 
-    hydra_cli.sweep(parsed, one)
+    hydra_cli.sweep(parsed, one, keep=keep)
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
 
 
@@ -180,9 +197,10 @@ def _checked(composition: Composition) -> RunConfig:
     """
     from mgpu_pipe.launch.preflight import preflight, preflight_errors
 
+    alone = [*composition.flags, *composition.overrides]
     if composition.errors:
-        raise ConfigErrors(preflight_errors(composition.config, composition.errors))
-    for notice in preflight(composition.config):
+        raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
+    for notice in preflight(composition.config, alone):
         print(f"note: {notice.key}: {notice.text}", file=sys.stderr)
     return composition.config
 
@@ -191,26 +209,31 @@ def _train(words: list[str]) -> int:
     """Compose once, check, and hand over to the launcher."""
     command = [PROGRAM, *words]
     runs: list[RunPaths] = []
+    folder: Path | None = None
+    """Of the sweep."""
 
     def job(composition: Composition) -> int:
+        nonlocal folder
+        folder = composition.sweep_folder
         run_begins()
         config = _checked(composition)
         from mgpu_pipe.config.paths import RunPaths
+        from mgpu_pipe.launch.again import Asked
         from mgpu_pipe.launch.local import launch
 
-
-        result = launch(config, composition.overrides, command)
+        alone = [*composition.flags, *composition.overrides]
+        result = launch(config, Asked(composition.overrides, command, alone, composition.swept))
         run_ended()
         runs.append(RunPaths(result.folder))
         return result.exit_code
 
-    def table() -> None:
-        if runs:
-            from mgpu_pipe.report.tables import runs_table
+    def conclude(code: int) -> None:
+        if runs and folder is not None:
+            from mgpu_pipe.launch.sweep_end import show_sweep
 
-            runs_table(runs)
+            show_sweep(runs, folder, words if code == EXIT_STOPPED else ())
 
-    return _composed("train", words, job, after_sweep=table)
+    return _composed("train", words, job, after_sweep=conclude)
 
 
 def _check(words: list[str]) -> int:

@@ -20,6 +20,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.synonyms import MEANT
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
+from mgpu_pipe.launch.again import Asked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -233,27 +234,34 @@ class Result:
     folder: Path
 
 
+typed: list[Asked] = []
+"""What the launcher below was told about the command line."""
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A launcher that starts no processes: what the command line hands over is what is tested here."""
     import types
 
     seen: list[RunConfig] = []
+    typed.clear()
     ends: dict[int, int | Exception] = {}
     tables: list[list[RunPaths]] = []
 
-    def launch(config: RunConfig, overrides: list[str], command: list[str]) -> Result:
-        assert command[0] == "mgpu-pipe"
+    def launch(config: RunConfig, asked: Asked) -> Result:
+        assert asked.command[0] == "mgpu-pipe"
         seen.append(config)
+        typed.append(asked)
         end = ends.get(len(seen), 0)
         if isinstance(end, Exception):
             raise end
         return Result("finished", end, tmp_path / f"run{len(seen)}")
 
-    local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.report.tables")
-    local.launch, shown.runs_table = launch, tables.append  # type: ignore[attr-defined]
+    local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.launch.sweep_end")
+    local.launch = launch  # type: ignore[attr-defined]
+    shown.show_sweep = lambda runs, folder, stopped: tables.append(list(runs))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.local", local)
-    monkeypatch.setitem(sys.modules, "mgpu_pipe.report.tables", shown)
+    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.sweep_end", shown)
     monkeypatch.chdir(tmp_path)
     return seen, ends, tables
 
@@ -295,7 +303,56 @@ def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: 
     ends.update({1: 1, 2: EXIT_STOPPED})
     assert cli.main(["-m", "seed=1,2,3"]) == 1
     assert [config.seed for config in seen] == [1, 2]
-    assert "run 3: not started" in capsys.readouterr().err
+    assert "run 3 of 3: not started" in capsys.readouterr().err
+
+
+def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_alone(
+    launched, capsys: pytest.CaptureFixture[str]
+):
+    words = ["model=llama_tiny", "model.config.num_hidden_layers=1,2", "+optimizer.options.eps=1e-6", "seed=3"]
+    (Path.cwd() / "more").mkdir()
+    assert cli.main(["-m", "--config-dir", "more", *words]) == 0
+    told = capsys.readouterr().err
+    assert "run 1 of 2: model=llama_tiny model.config.num_hidden_layers=1" in told and "run 2 of 2: " in told
+    assert "++" not in told
+    assert [asked.swept for asked in typed] == [[f"model.config.num_hidden_layers={n}"] for n in (1, 2)]
+    assert typed[1].alone[:2] == ["--config-dir", "more"] and "model.config.num_hidden_layers=2" in typed[1].alone
+    assert cli.main(list(typed[1].alone)) == 0
+    assert launched[0][2] == launched[0][1]
+
+
+@pytest.mark.parametrize("verb", ["check", "verify"])
+def test_a_sweep_of_a_verb_that_keeps_nothing_leaves_nothing(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["model=llama_tiny", "seed=1,2", *(["strategy=nothing"] if verb == "verify" else [])]
+    assert cli.main([verb, "-m", *words]) == (2 if verb == "verify" else 0)
+    assert list(tmp_path.iterdir()) == []
+    assert verb == "verify" or "run 2 of 2: model=llama_tiny seed=2" in capsys.readouterr().err
+
+
+def test_an_empty_place_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    before = set(Path("/").iterdir())
+    for words in (["run.root="], ["-m", "seed=1,2", "run.root="], ["-m", "seed=1,2", "run.root=' '"]):
+        assert cli.main(["model=llama_tiny", *words]) == 2
+        captured = capsys.readouterr().err
+        assert "run.root=" in captured and "give a folder" in captured and "Traceback" not in captured
+    assert set(Path("/").iterdir()) == before and list(tmp_path.iterdir()) == []
+
+
+def test_a_deleted_working_directory_is_one_line(tmp_path: Path):
+    gone = tmp_path / "gone"
+    program = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m mgpu_pipe \"$@\""
+    for words in (["check", "model=llama_tiny"], ["ls"], ["report"]):
+        done = subprocess.run(["bash", "-c", program, "-", *words], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                              capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: the working directory is gone")
 
 
 def test_a_sweep_is_refused_in_a_world_that_others_started(

@@ -33,11 +33,19 @@ class Composition:
     config: RunConfig
     """The typed configuration; keys with errors hold their defaults."""
     overrides: list[str]
-    """The job's overrides, without those of Hydra's own."""
+    """The job's overrides as they are typed, without those of Hydra's own."""
     errors: list[BadInputError] = field(default_factory=list)
     """Everything wrong with the overrides and the values."""
     multirun: bool = False
     """The configuration itself asks for a sweep (``hydra.mode=MULTIRUN``)."""
+    flags: list[str] = field(default_factory=list)
+    """Hydra's arguments that say which configurations there are; with the overrides they compose this very job."""
+    swept: list[str] = field(default_factory=list)
+    """The overrides by which a point of a sweep differs from the others."""
+    points: int | None = None
+    """Points of the sweep, where its sweeper tells."""
+    sweep_folder: Path | None = None
+    """Where a sweep keeps what is of all its runs; None outside of one."""
 
 
 def conf_dir() -> Path:
@@ -93,7 +101,8 @@ def from_composed(composed: DictConfig, overrides: list[str]) -> Composition:
     values, unresolved = plain_values(composed)
     named = {error.key for error in unresolved}
     config, errors = convert(RunConfig, values)
-    return Composition(config, overrides, [*unresolved, *(error for error in errors if _key(error) not in named)])
+    shown = [override.removeprefix("++") for override in overrides]  # put there by check_overrides, as it would again
+    return Composition(config, shown, [*unresolved, *(error for error in errors if _key(error) not in named)])
 
 
 def _key(error: BadInputError) -> str:
@@ -194,6 +203,11 @@ def composition_errors() -> Iterator[None]:
         try:
             yield
         except (HydraException, OmegaConfBaseException, YAMLError, UserWarning, ValueError) as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, BadInputError):  # of a resolver of ours: a line already
+                    raise cause from None
+                cause = cause.__cause__ or cause.__context__
             raise BadInputError(one_line(error)) from error
 
 

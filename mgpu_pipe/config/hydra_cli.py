@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from mgpu_pipe.config import compose
@@ -16,6 +18,7 @@ from mgpu_pipe.config.convert import all_keys, unknown_key
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
     from omegaconf import DictConfig
 
 Job = Callable[[Composition], None]
@@ -102,31 +105,68 @@ def _as_override(message: str) -> str | None:
 
 def compose_one(parsed: argparse.Namespace) -> Composition:
     """Compose the one job of a command line; its errors are in the result."""
-    return compose.compose_checked(parsed.overrides, _name(parsed), parsed.config_dir, _conf(parsed))
+    made = compose.compose_checked(parsed.overrides, _name(parsed), parsed.config_dir, _conf(parsed))
+    made.flags = _flags(parsed)
+    return made
 
 
-def sweep(parsed: argparse.Namespace, job: Job) -> None:
+def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
     """Run ``job`` for every configuration of a sweep, through Hydra's sweeper and launcher.
 
     Args:
         job: must not raise; it is called once a configuration, in order.
+        keep: whether the sweep's folder (``hydra.sweep.dir``) stays.
 
     Raises:
         ConfigErrors, BadInputError: the sweep itself cannot be composed.
     """
-    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
+    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra, ExitStack() as held:
         good, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed), multirun=True)
         if errors:
             raise ConfigErrors(errors)
+        values: dict[str, int] | None = None
 
         def task(config: DictConfig) -> None:
             from hydra.core.hydra_config import HydraConfig
 
-            job(compose.from_composed(config, list(HydraConfig.get().overrides.task)))
+            nonlocal values
+            settings = HydraConfig.get()
+            if values is None:
+                values = _swept(good, settings.sweeper, hydra.config_loader)
+            made = compose.from_composed(config, list(settings.overrides.task))
+            made.flags = _flags(parsed)
+            made.swept = [item for item in made.overrides if item.partition("=")[0].lstrip("+") in values]
+            made.points = math.prod(values.values()) if 0 not in values.values() else None
+            made.sweep_folder = Path(settings.sweep.dir)
+            job(made)
 
-        mode = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
+        own = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
+        if not keep:
+            own.append(f"hydra.sweep.dir={held.enter_context(TemporaryDirectory(prefix='mgpu-pipe-sweep-'))}")
         with compose.composition_errors():
-            hydra.multirun(config_name=_name(parsed), task_function=task, overrides=[*good, *mode])
+            hydra.multirun(config_name=_name(parsed), task_function=task, overrides=[*good, *own])
+
+
+def _swept(overrides: list[str], sweeper: DictConfig, loader: ConfigLoader) -> dict[str, int]:
+    """The keys that have several values, with their number; 0 where only the sweeper knows it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    found: dict[str, int] = {}
+    for override in OverridesParser.create(config_loader=loader).parse_overrides([*given, *overrides]):
+        found.pop(override.key_or_group, None)  # the last one counts
+        if override.is_sweep_override():
+            listed = override.is_discrete_sweep() and sweeper._target_.endswith(".BasicSweeper")
+            found[override.key_or_group] = len(list(override.sweep_string_iterator())) if listed else 0
+    return found
+
+
+def _flags(parsed: argparse.Namespace) -> list[str]:
+    """What chooses the configurations, as it was typed."""
+    named = (("--config-dir", parsed.config_dir), ("--config-path", parsed.config_path),
+             ("--config-name", parsed.config_name))  # fmt: skip
+    found = [word for flag, value in named if value for word in (flag, value)]
+    return [*found, *(item for item in parsed.overrides if item.lstrip("+").startswith("hydra.searchpath="))]
 
 
 def _no_job(config: DictConfig) -> None:

@@ -9,6 +9,8 @@ GPUs only, so that a run on CPU processes is an fp32 run unless it says otherwis
 
 ``${mgpu.replicas:}``: the replicas of ``strategy=hsdp``: one a node, or what remains where ``strategy.dp_shard`` is a
 number.
+
+``${mgpu.place:PATH}``: the path, which must not be empty.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, usable_gpus
+from mgpu_pipe.errors import ConfigError
 
 
 def devices(on_cpu: int, *, _root_: DictConfig) -> int:
@@ -42,8 +45,16 @@ def replicas(*, _root_: DictConfig) -> int | str:
     return int(OmegaConf.select(_root_, "trainer.num_nodes") or 1)
 
 
+def place(path: str) -> str:
+    """``path``, for folders that Hydra makes before a configuration is checked."""
+    if not str(path).strip():
+        raise ConfigError("run.root", path, "give a folder, or leave it out")
+    return path
+
+
 def register() -> None:
     """Make the resolvers known to OmegaConf; may be called again."""
     OmegaConf.register_new_resolver("mgpu.devices", devices, replace=True)
     OmegaConf.register_new_resolver("mgpu.native_precision", native_precision, replace=True)
     OmegaConf.register_new_resolver("mgpu.replicas", replicas, replace=True)
+    OmegaConf.register_new_resolver("mgpu.place", place, replace=True)

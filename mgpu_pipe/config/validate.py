@@ -6,6 +6,8 @@ calls this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
@@ -37,6 +39,8 @@ ABOVE_ZERO = (
     "launch.collective_timeout",
 )
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
+FREE_TEXTS = ("objective.sample_prompts",)
+"""Keys whose texts may be empty."""
 MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
 """Metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``; ``val/`` where the step was evaluated."""
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
@@ -60,7 +64,8 @@ def all_errors(config: RunConfig) -> list[BadInputError]:
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
     """Keys whose value is wrong whatever other sections say."""
-    return [*range_errors(config), *_name_errors(config), *slot_errors(config), *_path_errors(config),
+    return [*empty_texts(config), *range_errors(config), *_name_errors(config),
+            *slot_errors(config), *_path_errors(config),
             *_model_choice(config), *_attention_errors(config), *_missing_paths(config)]
 
 
@@ -155,6 +160,30 @@ def range_errors(config: RunConfig) -> list[ConfigError]:
     return errors
 
 
+def empty_texts(config: RunConfig) -> list[ConfigError]:
+    """Texts that say nothing: an empty path is the working directory, or the root folder, which nobody means."""
+    errors = []
+    for key, value in _texts(config):
+        if not value.strip() or "\0" in value:
+            errors.append(ConfigError(key, repr(value) if value else "", _instead(key)))
+    return errors
+
+
+def _texts(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of the schema's own keys, also in lists, with its key."""
+    for field in fields(node):  # type: ignore[arg-type]
+        key, value = f"{prefix}{field.name}", getattr(node, field.name)
+        if is_dataclass(value):
+            yield from _texts(value, f"{key}.")
+        elif key not in FREE_TEXTS:
+            texts = value if isinstance(value, list) else [value]
+            yield from ((key, text) for text in texts if isinstance(text, str))
+
+
+def _instead(key: str) -> str:
+    return "give a folder, or leave it out" if key in ("run.root", "run.dir") else "give a value, or leave it out"
+
+
 def _name_errors(config: RunConfig) -> list[ConfigError]:
     """Names of data sources and objectives: this package's, or a plug-in's."""
     errors = []
@@ -168,7 +197,7 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
     if metric not in MEASURED:
         errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, MEASURED), "no such metric"))
     name = config.run.name
-    if not name or name in (".", "..") or "/" in name or "\0" in name or name != name.strip():
+    if name in (".", "..") or "/" in name or name != name.strip():
         errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))
     return errors
 

@@ -14,12 +14,14 @@ from mgpu_pipe.config.arguments import VerbParser, byte_size, non_negative, posi
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError
-from mgpu_pipe.inference.load import LoadedRun, existing_folder, load_run, newest_run, open_model
+from mgpu_pipe.inference.load import LoadedRun, existing_folder, load_run, open_model
+from mgpu_pipe.runs.newest import named_or_newest, split_root
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
 
-FOLDER_HELP = "run's, step's or Hugging Face model's folder; default: the newest run under outputs/"
+FOLDER_HELP = "run's, step's or Hugging Face model's folder; default: the newest run with a checkpoint below " \
+              "run.root=<folder> (outputs/)"
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -27,7 +29,7 @@ def evaluate(argv: Sequence[str]) -> int:
     parser = _parser("eval", "Held-out loss and perplexity, with the run's frozen configuration.")
     _computing(parser)
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="other data than the run's")
-    return _told(lambda: _evaluate(_folder_first(parser, argv)))
+    return _told(lambda: _evaluate(_parsed(parser, argv)))
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -42,14 +44,14 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
     _computing(parser)
-    return _told(lambda: _generate(parser.parse_args(argv)))
+    return _told(lambda: _generate(_parsed(parser, argv)))
 
 
 def export(argv: Sequence[str]) -> int:
     """``mgpu-pipe export [FOLDER] --out FOLDER``: a Hugging Face folder, proved to load before it gets its name."""
     parser = _parser("export", "Write a Hugging Face model folder.")
     _writing(parser)
-    return _told(lambda: _export(parser.parse_args(argv)))
+    return _told(lambda: _export(_parsed(parser, argv)))
 
 
 def import_weights(argv: Sequence[str]) -> int:
@@ -90,12 +92,19 @@ def _computing(parser: argparse.ArgumentParser) -> None:
                         help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")  # fmt: skip
 
 
-def _folder_first(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse, with a first argument like ``data.x=1`` taken for an override, not for the folder."""
-    parsed = parser.parse_args(argv)
-    if parsed.folder is not None and "=" in str(parsed.folder) and not parsed.folder.exists():
-        parsed.overrides = [str(parsed.folder), *parsed.overrides]
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse; a first argument like ``data.x=1`` is taken for an override, not for the folder.
+
+    Raises:
+        BadInputError: a wrong argument.
+    """
+    words, root = split_root(argv)
+    parsed = parser.parse_args(words)
+    first = parsed.folder
+    if first is not None and "overrides" in parsed and "=" in str(first) and not first.exists():
+        parsed.overrides = [str(first), *parsed.overrides]
         parsed.folder = None
+    parsed.root = root
     return parsed
 
 
@@ -118,7 +127,8 @@ def _open(arguments: argparse.Namespace) -> LoadedRun:
 
 def _folder(arguments: argparse.Namespace) -> Path:
     """The folder that is named, else the newest run's; looked for before anything slow is imported."""
-    return existing_folder(arguments.folder) if arguments.folder is not None else newest_run()
+    folder = named_or_newest(arguments.folder, arguments.root, saved=True)
+    return existing_folder(folder)
 
 
 def _device(wanted: str) -> str:

@@ -68,19 +68,6 @@ class StoredModel:
     """The Hugging Face folder that the model was made from; None for one that was made from its type."""
 
 
-def newest_run(root: Path = Path("outputs")) -> Path:
-    """The run under ``root``, at most four folders down, whose newest checkpoint is the latest.
-
-    Raises:
-        BadInputError: there is no run with a checkpoint.
-    """
-    runs = ("*", "*/*", "*/*/*", "*/*/*/*")
-    steps = [step for run in runs for step in root.glob(f"{run}/checkpoints/step-*/manifest.json") if step.is_file()]
-    if not steps:
-        raise BadInputError(f"{root}: no run with a checkpoint; train one, or give a run's, step's or model's folder")
-    return max(steps, key=lambda manifest: manifest.stat().st_mtime).parents[2]
-
-
 def load_run(path: Path | str, device: torch.device | str = "cpu") -> LoadedRun:
     """Open a run's folder (its newest whole step), a step's folder, or a Hugging Face folder.
 

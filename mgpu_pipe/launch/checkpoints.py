@@ -14,12 +14,12 @@ from mgpu_pipe.checkpoint.retention import best, followed, kept
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, CheckpointError, RunFolderError
-from mgpu_pipe.inference.load import newest_run
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, CheckpointError, RunFolderError
 from mgpu_pipe.launch.lock import RunLock
+from mgpu_pipe.runs.newest import ROOT_KEY, named_or_newest, split_root
 
 PROGRAM = "mgpu-pipe checkpoints"
-FOLDER_HELP = "run's or step's folder; default: the newest run under outputs/"
+FOLDER_HELP = "run's or step's folder; default: the newest run with a checkpoint below run.root=<folder> (outputs/)"
 NOT_COMPARED = ("metrics", "config_hash", "format_version")
 """Entries of state.json that say nothing about how two checkpoints differ."""
 
@@ -33,12 +33,18 @@ def checkpoints(words: list[str]) -> int:
     Raises:
         BadInputError: a wrong argument or folder.
     """
+    words, root = split_root(words)
     if len(words) > 1 and words[0] not in ACTIONS and words[1] in ACTIONS:
         words = [words[1], words[0], *words[2:]]
     if not words or (words[0] not in ACTIONS and words[0] not in ("-h", "--help")):
         words = ["list", *words]
     arguments = parse(_parser(), words)
-    return EXIT_OK if arguments is None else ACTIONS[arguments.action](arguments)
+    if arguments is None:
+        return EXIT_OK
+    if arguments.action == "compare" and root is not None:
+        raise BadInputError(f"{PROGRAM} compare {ROOT_KEY}={root}: takes two folders; leave {ROOT_KEY} out")
+    arguments.root = root
+    return ACTIONS[arguments.action](arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,7 +73,7 @@ def _list(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoints import checkpoints_table, lines
     from mgpu_pipe.report.tables import near
 
-    folder = arguments.folder or newest_run()
+    folder = named_or_newest(arguments.folder, arguments.root, saved=True)
     root, found = inventory.steps_under(folder)
     steps = [inventory.look_at(step, path, "size") for step, path in found.items()]
     settings = _settings(steps)
@@ -89,7 +95,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoints import lines
     from mgpu_pipe.report.tables import near
 
-    _, found = inventory.steps_under(arguments.folder or newest_run())
+    _, found = inventory.steps_under(named_or_newest(arguments.folder, arguments.root, saved=True))
     steps = []
     for step, path in found.items():
         one = inventory.look_at(step, path, "full" if arguments.full else "size")
@@ -147,7 +153,7 @@ def _one_step(folder: Path) -> Step:
 def _prune(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoints import checkpoints_table, lines
 
-    folder = arguments.folder or newest_run()
+    folder = named_or_newest(arguments.folder, arguments.root, saved=True)
     root, found = inventory.steps_under(folder)
     if folder.expanduser() in found.values():
         raise RunFolderError(f"{folder}: is one step; give the run's folder")

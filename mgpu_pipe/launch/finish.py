@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.launch.again import this_program
 from mgpu_pipe.launch.summary import amend_summary, read_summary, write_summary
 from mgpu_pipe.models.count import count_parameters
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -45,19 +47,26 @@ def say_complete(paths: RunPaths) -> None:
     print(f"run: {paths.root}", flush=True)
 
 
-def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> None:
+def say_note(text: str) -> None:
+    """Nothing where ``text`` is empty."""
+    if text:
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, again: str) -> None:
     """Complete the summary, write the report, print the table after training and, last, the run's folder.
 
     A fault here is told; what the run reached and its exit code stand.
 
     Args:
         wall_s: seconds the command took.
+        again: the line that goes on in this run.
     """
     try:
         if outcome.status == "failed":
             _record_failure(config, paths, outcome)
         amend_summary(paths, wall_s=wall_s, attempts=outcome.attempt)
-        _show_end(config, paths)
+        _show_end(paths, again)
     except (MgpuError, OSError) as error:
         print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
     except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
@@ -91,7 +100,7 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
     )
 
 
-def _show_end(config: RunConfig, paths: RunPaths) -> None:
+def _show_end(paths: RunPaths, again: str) -> None:
     from mgpu_pipe.report.html import write_report
     from mgpu_pipe.report.tables import after_table
 
@@ -99,16 +108,21 @@ def _show_end(config: RunConfig, paths: RunPaths) -> None:
     summary = read_summary(paths)
     if summary.get("status") == "failed":
         return
-    after_table(summary, {"report": str(report), "go on": _how_to_go_on(paths, summary)})
+    after_table(summary, {"report": str(report), **_how_to_go_on(paths, summary, again)})
     sys.stdout.flush()
 
 
-def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object]) -> str:
+def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
+    """Lines that work as they stand, by what they do."""
     if summary.get("status") == "stopped":
-        return f"the same command with run.dir={paths.root} checkpoint.resume=auto"
+        return {"go on": again}
     if summary.get("checkpoint") is None:
-        return "no checkpoint was saved; set checkpoint.save_last=true"
-    return f"mgpu-pipe generate {paths.root}  or  mgpu-pipe export {paths.root}"
+        return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
+    program, root = this_program(), str(paths.root)
+    return {
+        "generate": shlex.join([*program, "generate", root, "--prompt", "def "]),
+        "export": shlex.join([*program, "export", root, "--out", "exported"]),
+    }
 
 
 def _device(config: RunConfig, environment: Mapping[str, object]) -> str:

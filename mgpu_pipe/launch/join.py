@@ -24,6 +24,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError
 from mgpu_pipe.launch import finish, run_folder, stop
+from mgpu_pipe.launch.again import Asked, joined_start, line_for
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.live_output import LiveStream
@@ -43,9 +44,7 @@ if TYPE_CHECKING:
 OFFER, PREPARED = "offer", "prepared"
 
 
-def join(
-    joined: Mapping[str, str], config: RunConfig, overrides: Sequence[str], command: Sequence[str]
-) -> LaunchResult:
+def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchResult:
     """Train as one rank of the ``joined`` world; returns, or ends the process on an error while training.
 
     A run that was stopped ends with exit code 0, for torchrun takes anything else for a crash; the summary says it.
@@ -66,13 +65,14 @@ def join(
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
     with ExitStack() as held:
         store = _meet(config)
-        offer = _lead(config, world, overrides, command, store, held) if world.rank == 0 else _follow(config, store)
+        offer = _lead(config, world, asked, store, held) if world.rank == 0 else _follow(config, store)
         paths = RunPaths(Path(offer.folder))
         if not offer.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
-        status = _train(replace(world, attempt=offer.attempt), paths, store, offer, held, started)
+        status = _train(replace(world, attempt=offer.attempt), paths, store, offer, held, started, asked.alone)
         if world.rank == 0:
-            finish.conclude(config, paths, Outcome(status, EXIT_OK, offer.attempt), time.monotonic() - started)
+            outcome = Outcome(status, EXIT_OK, offer.attempt)
+            finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked.alone, paths))
     return LaunchResult(status, EXIT_OK, paths.root)
 
 
@@ -109,14 +109,13 @@ def _meet(config: RunConfig) -> Store:
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _lead(
-    config: RunConfig, world: World, overrides: Sequence[str], command: Sequence[str], store: Store, held: ExitStack
-) -> _Offer:
+def _lead(config: RunConfig, world: World, asked: Asked, store: Store, held: ExitStack) -> _Offer:
     """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that none waits in vain."""
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
-        held.enter_context(RunLock(folder.paths.lock))
-        offer = _settle(config, world, overrides, command, folder)
+        lock = held.enter_context(RunLock(folder.paths.lock))
+        offer = _settle(config, world, asked, folder)
+        lock.training()
     except MgpuError as error:
         store.set(OFFER, json.dumps({"exit_code": error.exit_code}))
         raise
@@ -124,28 +123,28 @@ def _lead(
     return offer
 
 
-def _settle(
-    config: RunConfig, world: World, overrides: Sequence[str], command: Sequence[str], folder: RunFolder
-) -> _Offer:
+def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> _Offer:
     from mgpu_pipe.launch.local import announce_resume, prepare_data
 
-    paths = folder.paths
-    run_folder.check_unused(folder)
-    attempt = run_folder.next_attempt(paths)
+    paths, launch = folder.paths, _this_launch()
+    folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
         finish.say_complete(paths)
-        return _Offer(str(paths.root), config_hash(config), "", attempt, train=False)
+        return _Offer(str(paths.root), config_hash(config), "", run_folder.next_attempt(paths), train=False)
+    folder = run_folder.begin(folder, config, asked.overrides, asked.command, launch)
+    attempt = run_folder.next_attempt(paths)
+    finish.say_note(folder.note)
     try:
         step = resume_step(config, paths)
         threads = choose_threads(config, world.local_world_size)
-        environment = {**describe_environment(command, threads, world.world_size), "launch": _this_launch()}
+        environment = {**describe_environment(asked.command, threads, world.world_size), "launch": launch}
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
     except BadInputError:
         folder.discard()
         raise
     with run_folder.writing_to(paths.root):
-        run_folder.record_launch(paths, config, overrides, environment, prepared)
+        run_folder.record_launch(paths, config, asked.overrides, environment, prepared)
         run_folder.keep_attempt_config(paths, attempt)
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
@@ -169,7 +168,7 @@ def _follow(config: RunConfig, store: Store) -> _Offer:
 
 
 def _train(
-    world: World, paths: RunPaths, store: Store, offer: _Offer, held: ExitStack, started: float
+    world: World, paths: RunPaths, store: Store, offer: _Offer, held: ExitStack, started: float, alone: Sequence[str]
 ) -> str:
     """Train; an error ends this process after it was told, for the other ranks cannot be waited for.
 
@@ -192,7 +191,7 @@ def _train(
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
-                finish.conclude(config, paths, outcome, time.monotonic() - started)
+                finish.conclude(config, paths, outcome, time.monotonic() - started, _again(alone, paths))
             held.close()
             leave_error(paths, error, world.rank)
         finally:
@@ -225,6 +224,10 @@ def _prepare_on_every_node(world: World, config: RunConfig, paths: RunPaths, sto
         if error_there:
             raise BadInputError(f"rank {rank}: {error_there}")
     return prepared
+
+
+def _again(alone: Sequence[str], paths: RunPaths) -> str:
+    return line_for(alone, paths.root, start=joined_start())
 
 
 def _this_launch() -> str:

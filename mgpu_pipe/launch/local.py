@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
 from mgpu_pipe.launch import finish, run_folder
+from mgpu_pipe.launch.again import Asked, line_for
 from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.lock import RunLock
@@ -47,14 +47,10 @@ class LaunchResult:
     folder: Path
 
 
-def launch(config: RunConfig, overrides: Sequence[str], command: Sequence[str]) -> LaunchResult:
+def launch(config: RunConfig, asked: Asked) -> LaunchResult:
     """Run ``config``, which :func:`mgpu_pipe.launch.preflight.preflight` has passed; in the main thread.
 
     In a world that torchrun or srun started, this process becomes one of its ranks instead of starting any.
-
-    Args:
-        overrides: the job's overrides, for the record.
-        command: the command line, for the record.
 
     Raises:
         BadInputError: the run cannot start as asked; what this launch had written is taken back.
@@ -64,29 +60,31 @@ def launch(config: RunConfig, overrides: Sequence[str], command: Sequence[str]) 
     if joined:
         from mgpu_pipe.launch.join import join
 
-        return join(joined, config, overrides, command)
+        return join(joined, config, asked)
     if config.trainer.num_nodes > 1:
         raise ConfigError(
             "trainer.num_nodes", config.trainer.num_nodes,
             "start it on every node, by srun or torchrun", "this command starts workers on one machine only",
         )  # fmt: skip
     started = time.monotonic()
-    folder = run_folder.choose_folder(config)
+    folder = run_folder.choose_folder(config, swept=asked.swept)
     with SignalInbox() as inbox:
         try:
             with RunLock(folder.paths.lock) as lock:
-                run_folder.check_unused(folder)
+                folder = run_folder.settle(folder, config, asked.alone)
                 if run_folder.completed(folder, config):
                     finish.say_complete(folder.paths)
                     return LaunchResult("finished", EXIT_OK, folder.paths.root)
+                folder = run_folder.begin(folder, config, asked.overrides, asked.command)
+                finish.say_note(folder.note)
                 try:
-                    outcome = _run(config, folder, lock, inbox, overrides, command)
+                    outcome = _run(config, folder, lock, inbox, asked)
                 except BadInputError:
                     folder.discard()
                     raise
-                return _finish(config, folder.paths, outcome, time.monotonic() - started)
+                return _finish(config, folder.paths, outcome, time.monotonic() - started, asked.alone)
         except StoppedBeforeTraining:
-            return _stopped_before_training(config, folder)
+            return _stopped_before_training(config, folder, asked)
 
 
 def _run(
@@ -94,8 +92,7 @@ def _run(
     folder: RunFolder,
     lock: RunLock,
     inbox: SignalInbox,
-    overrides: Sequence[str],
-    command: Sequence[str],
+    asked: Asked,
 ) -> Outcome:
     """Start the workers, which import while the data is prepared, let them train, and watch them to their end."""
     paths, world = folder.paths, world_size(config)
@@ -120,13 +117,14 @@ def _run(
     with run_folder.writing_to(paths.root):
         group = WorkerGroup(plan.with_environment(resume_environment(step)), first)
     try:
-        environment = describe_environment(command, threads, world)
+        environment = describe_environment(asked.command, threads, world)
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
         with run_folder.writing_to(paths.root):
-            run_folder.record_launch(paths, config, overrides, environment, prepared)
+            run_folder.record_launch(paths, config, asked.overrides, environment, prepared)
             run_folder.keep_attempt_config(paths, first)
         finish.print_before(config, prepared, environment)
+        lock.training()
         return supervise(
             plan,
             inbox,
@@ -148,22 +146,28 @@ def _stopping(lock: RunLock) -> None:
     lock.stopping()
 
 
-def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float) -> LaunchResult:
+def _finish(
+    config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, alone: Sequence[str]
+) -> LaunchResult:
     if outcome.failure is not None:
         print(outcome.failure.show(), file=sys.stderr, flush=True)
     if outcome.message:
         print(f"error: {outcome.message}", file=sys.stderr, flush=True)
-    finish.conclude(config, paths, outcome, wall_s)
+    finish.conclude(config, paths, outcome, wall_s, line_for(alone, paths.root))
     return LaunchResult(outcome.status, outcome.exit_code, paths.root)
 
 
-def _stopped_before_training(config: RunConfig, folder: RunFolder) -> LaunchResult:
-    """Leave a run without a step, which ``checkpoint.resume=auto`` begins."""
+def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked) -> LaunchResult:
+    """Leave a run without a step of this launch, which the same line with its folder begins, or goes on in."""
+    root = folder.paths.root
     if not folder.paths.config.exists():
-        freeze(config, folder.paths.config)
+        run_folder.begin(folder, config, asked.overrides, asked.command)
+    # a run that starts from another one's step has no step of its own yet
+    named = config.checkpoint.resume not in ("none", "auto") and not run_folder.has_trained(folder.paths)
     print("stopped before training began; there was nothing to save", file=sys.stderr)
-    print(f"run: {folder.paths.root}", flush=True)
-    return LaunchResult("stopped", EXIT_STOPPED, folder.paths.root)
+    print(f"go on: {line_for(asked.alone, root, '' if named else 'auto')}")
+    print(f"run: {root}", flush=True)
+    return LaunchResult("stopped", EXIT_STOPPED, root)
 
 
 def prepare_data(config: RunConfig) -> PreparedData:

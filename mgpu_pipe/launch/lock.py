@@ -55,7 +55,7 @@ class RunLock:
         self._tell = tell or (lambda line: print(line, file=sys.stderr))
         self._record: Record = {
             "host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "boot": boot_id(),
-            "token": uuid.uuid4().hex, "state": "running", "beat": 0,
+            "token": uuid.uuid4().hex, "state": "preparing", "beat": 0,
         }  # fmt: skip
         self._told = False
         self._lost = ""
@@ -87,6 +87,11 @@ class RunLock:
             if not self._lost:
                 os.ftruncate(self.fd, 0)
             os.close(self.fd)
+
+    def training(self) -> None:
+        """Say in the lease that the workers train."""
+        self._record["state"] = "training"
+        self._beat()
 
     def stopping(self) -> None:
         """Say in the lease that this run is saving and about to leave: another may wait for it."""
@@ -151,7 +156,8 @@ class RunLock:
 
     def _refusal(self, held: Record) -> RunFolderError:
         return RunFolderError(
-            f"{self.path.parent}: in use by {_who(held)}; wait for that run, stop it, or choose another run.dir"
+            f"{self.path.parent}: another launch is {held.get('state', 'training')} in this folder ({_who(held)}); "
+            "wait for that run, stop it, or choose another run.dir"
         )
 
     def _not_writable(self, error: OSError) -> RunFolderError:
@@ -188,6 +194,25 @@ class RunLock:
         text = json.dumps(self._record)
         os.pwrite(self.fd, text.ljust(RECORD_BYTES).encode(), 0)  # in place: a rename hides from NFS caches
         os.fsync(self.fd)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a launcher may hold the folder of this lock file: a process here does, or another host's lease is there.
+
+    A look, without waiting; :class:`RunLock` decides.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    held = _read(path)
+    return bool(held) and held.get("boot") != boot_id()
 
 
 def boot_id() -> str:

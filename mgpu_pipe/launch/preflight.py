@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.launch.numerics import emulated_type, numerics_errors
 from mgpu_pipe.launch.offload import offload_errors
 from mgpu_pipe.launch.optimizer_check import optimizer_errors
@@ -34,19 +34,24 @@ class Notice:
     text: str
 
 
-def preflight(config: RunConfig) -> list[Notice]:
+def preflight(config: RunConfig, alone: Sequence[str] = ()) -> list[Notice]:
     """Check a run: keys, sizes, model, data, folders.
+
+    Args:
+        alone: the words that start this run, for the lines that errors tell.
 
     Raises:
         ConfigErrors: everything that is wrong, together.
     """
-    errors = preflight_errors(config)
+    errors = preflight_errors(config, alone=alone)
     if errors:
         raise ConfigErrors(errors)
     return _notices(config)
 
 
-def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None) -> list[BadInputError]:
+def preflight_errors(
+    config: RunConfig, known: list[BadInputError] | None = None, alone: Sequence[str] = ()
+) -> list[BadInputError]:
     """All errors of ``config``, those that are ``known`` first.
 
     Args:
@@ -62,7 +67,7 @@ def preflight_errors(config: RunConfig, known: list[BadInputError] | None = None
         found += _collected(lambda: _check_data(config))
     if not known:
         found += [*relation_errors(config, joined=joined()), *numerics_errors(config)]
-        found += _run_folder_errors(config)
+        found += _run_folder_errors(config, alone)
         if not range_errors(config):
             found += _size_errors(config)
         if not any(_section(error) == "model" for error in found):
@@ -102,7 +107,7 @@ def _check_model(config: RunConfig) -> None:
     if (model.type is None) == (model.path is None):
         return  # said by relation_errors
     if model.path is not None:
-        if not Path(model.path).expanduser().exists():
+        if not model.path.strip() or not Path(model.path).expanduser().exists():
             return  # said by value_errors
         check_model_folder(model.path, *_tokenizer_ids(config))
     check_model_config(model)
@@ -228,7 +233,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
         return {}
 
 
-def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
+def _run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputError]:
     """The run's folder can be made, and is not another run's. In a joined world rank 0's launch looks itself."""
     if joined():
         return []
@@ -242,14 +247,15 @@ def _run_folder_errors(config: RunConfig) -> list[BadInputError]:
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         return [ConfigError(key, folder, "give a folder that can be written", f"{existing} cannot be written")]
-    if run.dir is None or config.checkpoint.resume == "auto" or not folder.is_dir():
+    if run.dir is None or not folder.is_dir():
         return []
-    lock = RunPaths(folder).lock.name
-    if any(entry.name != lock for entry in folder.iterdir()):
-        return [RunFolderError(
-            f"run.dir={run.dir}: the folder is not empty; go on in it with checkpoint.resume=auto, or choose another"
-        )]
-    return []
+    from mgpu_pipe.launch.lock import is_held
+    from mgpu_pipe.launch.run_folder import refuse_contents
+
+    paths = RunPaths(folder.absolute())
+    if is_held(paths.lock):  # the launch waits for who holds it, or names them
+        return []
+    return _collected(lambda: refuse_contents(paths, config.checkpoint.resume == "auto", alone))
 
 
 def joined() -> bool:

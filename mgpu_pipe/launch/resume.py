@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from mgpu_pipe.checkpoint.integrity import read_state
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
 from mgpu_pipe.config.freeze import load
+from mgpu_pipe.config.mathematics import Kind, differences, unequal
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
@@ -21,14 +21,6 @@ from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
-
-FIXED = ("seed", "model.type", "model.config", "data.source", "data.seq_len", "data.packing",
-         "data.global_batch_size", "objective.name", "objective.router_aux_loss",
-         "optimizer._target_")  # fmt: skip
-"""What decides the run's mathematics; the content of the data is compared by its digest besides."""
-TOLD = ("optimizer", "scheduler", "precision.tf32", "model.attn_implementation", "model.freeze",
-        "trainer.gradient_clip_val", "trainer.deterministic")  # fmt: skip
-"""What may differ with a notice."""
 
 
 def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
@@ -72,18 +64,17 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
     errors: list[BadInputError] = []
     if not own and manifest.step >= length:
         key = "trainer.max_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
-        errors.append(ConfigError(key, _at(config, key), f"use more than {manifest.step} steps, counted from the "
-                                  "start of the run", f"the checkpoint {step} is at step {manifest.step} already"))
-    for key in FIXED:
-        new, old = _at(config, key), _at(before, key)
-        errors += [
-            ConfigError(name, now, f"use {then} to resume from it, or checkpoint.init_from for the weights alone",
-                        f"the checkpoint {step} was trained with {then}")
-            for name, now, then in _differences(key, new, old)
-        ]  # fmt: skip
+        limit = config.trainer.max_steps or config.trainer.max_epochs
+        errors.append(ConfigError(key, limit, f"use more than {manifest.step} steps, counted from the start of the run",
+                                  f"the checkpoint {step} is at step {manifest.step} already"))  # fmt: skip
+    errors += [
+        ConfigError(name, now, f"use {then} to resume from it, or checkpoint.init_from for the weights alone",
+                    f"the checkpoint {step} was trained with {then}")
+        for name, now, then in differences(config, before, [Kind.FIXED])
+    ]  # fmt: skip
     state = read_state(step, manifest, "off")
     if not errors and state.get("data_digest") != prepared.digest:
-        changed = [name for name, _, _ in _differences("data", asdict(config.data), asdict(before.data))]
+        changed = [name for name, _, _ in differences(config, before, [Kind.CONTENT]) if name.startswith("data.")]
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
         changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
         errors.append(
@@ -100,8 +91,8 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)
-    told = [found for key in TOLD for found in _differences(key, _at(config, key), _at(before, key))]
-    told += _differences("precision.name", precision, state.get("precision", precision))
+    told = [found for found in differences(config, before, [Kind.TOLD, Kind.NOTED]) if found[0] != "precision.name"]
+    told += unequal("precision.name", precision, state.get("precision", precision))  # what auto meant there and here
     return [f"resuming with {name}={now} (was {then})" for name, now, then in told]
 
 
@@ -149,27 +140,9 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
 def _trained_with(now: object, before: object) -> list[str]:
     return [
         f"starting from weights trained with {name}={then} (now {value})"
-        for name, value, then in _differences("model.config", now, before)
+        for name, value, then in unequal("model.config", now, before)
     ]
 
 
 def _listed(texts: list[str], shown: int = 3) -> str:
     return "; ".join(texts[:shown]) + (f"; and {len(texts) - shown} more" if len(texts) > shown else "")
-
-
-def _at(config: RunConfig, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _differences(key: str, new: object, old: object) -> list[tuple[str, object, object]]:
-    """Leaves that differ: (key, new value, old value)."""
-    if isinstance(new, dict) and isinstance(old, dict):
-        return [
-            found
-            for name in sorted({*new, *old}, key=str)
-            for found in _differences(f"{key}.{name}", new.get(name), old.get(name))
-        ]
-    return [] if new == old else [(key, new, old)]

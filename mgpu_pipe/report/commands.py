@@ -6,15 +6,15 @@ from pathlib import Path
 
 from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.errors import EXIT_OK, RunFolderError
-from mgpu_pipe.report.run_view import find_runs
+from mgpu_pipe.runs.newest import named_or_newest, split_root
 
-OUTPUTS = Path("outputs")
 COMPARISON = "comparison.html"
 
 
 def report(argv: list[str]) -> int:
-    """Write the report of the runs that ``argv`` names, the newest under ``outputs`` if none; print its path.
+    """Write the report of the runs that ``argv`` names, the newest below ``run.root`` if none; print its path.
 
     Returns:
         the exit code.
@@ -22,17 +22,22 @@ def report(argv: list[str]) -> int:
     Raises:
         BadInputError: a folder is no run's, there is no run, or the file cannot be written.
     """
+    words, root = split_root(argv)
     parser = VerbParser(
         prog="mgpu-pipe report",
         description="Write report.html of a run, or a comparison of several, as one file that needs no network.",
     )
-    parser.add_argument("run", nargs="*", type=Path, metavar="RUN", help="a run's folder; none: the newest in outputs/")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or outputs/")
-    options = parse(parser, argv)
+    parser.add_argument("run", nargs="*", type=Path, metavar="RUN",
+                        help="a run's folder; none: the newest below run.root=<folder> (outputs/)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or run.root")
+    options = parse(parser, words)
     if options is None:
         return EXIT_OK
-    runs = [RunPaths(folder) for folder in dict.fromkeys(options.run)] or [_newest()]
-    out = options.out or (runs[0].report if len(runs) == 1 else OUTPUTS / COMPARISON)
+    named = list(dict.fromkeys(options.run))
+    if len(named) < 2:
+        named = [named_or_newest(named[0] if named else None, root)]
+    runs = [RunPaths(folder) for folder in named]
+    out = options.out or (runs[0].report if len(runs) == 1 else (root or Path(RunOptions.root)) / COMPARISON)
     if options.out is None and len(runs) > 1:
         _make_folder(out.parent)
     # rich and jinja2 cost a tenth of a second that a wrong argument need not wait for
@@ -44,13 +49,6 @@ def report(argv: list[str]) -> int:
         runs_table(runs)
     print(f"report: {written}")
     return EXIT_OK
-
-
-def _newest() -> RunPaths:
-    found = find_runs(OUTPUTS)
-    if not found:
-        raise RunFolderError(f"{OUTPUTS}: holds no run yet; train one, or give a run's folder")
-    return RunPaths(found[0])
 
 
 def _make_folder(folder: Path) -> None:

@@ -21,6 +21,7 @@ from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import redact
+from mgpu_pipe.runs.newest import find_runs, is_run_folder
 from mgpu_pipe.training.metrics_file import read_metrics
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
@@ -126,12 +127,6 @@ class RunView:
 
     def of_summary(self, *keys: str) -> Any:
         return _reach(self.summary, keys)
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether this is a run's folder; a checkpoint's step and a verification have a configuration too and are none."""
-    others = ("manifest.json", "configured.yaml")
-    return (folder / "config.yaml").is_file() and not any((folder / name).is_file() for name in others)
 
 
 def load_run(paths: RunPaths) -> RunView:
@@ -260,23 +255,3 @@ def _not_a_run(folder: Path) -> str:
     if inside:
         return f"{folder}: not a run's folder, but it holds {len(inside)}; give one of them, such as {inside[0]}"
     return f"{folder}: not a run's folder (it has no config.yaml); give one such as outputs/<name>/<date>_<time>-<hash>"
-
-
-def find_runs(root: Path, depth: int = 4) -> list[Path]:
-    """Run folders under ``root``, the one that changed last first."""
-    found: list[Path] = []
-    level = [root]
-    for _ in range(depth):
-        below: list[Path] = []
-        for folder in level:
-            if is_run_folder(folder):
-                found.append(folder)
-            elif folder.is_dir():
-                below += [child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")]
-        level = below
-    return sorted(found, key=_changed, reverse=True)
-
-
-def _changed(folder: Path) -> tuple[int, str]:
-    files = [folder / name for name in ("config.yaml", "metrics.csv", "summary.json")]
-    return max(file.stat().st_mtime_ns for file in files if file.is_file()), folder.name

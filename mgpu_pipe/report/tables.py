@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.report import numbers
-from mgpu_pipe.report.run_view import differing, exponential, load_run, number
+from mgpu_pipe.report.run_view import RunView, differing, exponential, load_run, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def _peak(value: object) -> float:
 
 
 def runs_table(runs: Sequence[RunPaths]) -> None:
-    """Print several runs side by side: what sets each apart, and what it reached; their folders below."""
+    """Print several runs side by side: what sets each apart, what it reached, which is best; their folders below."""
     from rich.table import Table
     from rich.text import Text
 
@@ -110,6 +110,7 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
     for title in ("steps", "loss", "val loss", "ppl", "tok/s", "time"):
         table.add_column(title, justify="right", no_wrap=True)
     alike = len({view.name for view in views}) == 1
+    best, by = _best(views)
     for position, (view, apart) in enumerate(zip(views, differing(views), strict=True), 1):
         named = [] if alike and apart else [view.name]
         figures = (
@@ -120,12 +121,28 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
             numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
             _clock(view.wall_s),
         )
-        table.add_row(str(position), Text("\n".join([*named, *apart])), Text(view.status), *figures)
+        mark = "*" if view is best else ""
+        table.add_row(f"{mark}{position}", Text("\n".join([*named, *apart])), Text(view.status), *figures)
     console = make_console()
     console.print(table)
+    if best is not None:
+        console.print(f"* lowest {by}")
     console.print()
     for position, view in enumerate(views, 1):
         print_whole(console, f"{position:>{len(str(len(views)))}}  {near(view.paths.root)}")
+
+
+def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
+    """The run with the lowest held-out loss, or training loss where nothing is held out, and which of them it is.
+
+    Runs that finished are compared; where none did, all. None where there is one run, or none with a loss.
+    """
+    finished = [view for view in views if view.status == "finished"] or list(views)
+    for column, name in (("val/loss", "held-out loss"), ("train/loss", "training loss")):
+        losses = [(view.final(column), view) for view in finished if math.isfinite(view.final(column))]
+        if losses and len(views) > 1:
+            return min(losses, key=lambda pair: pair[0])[1], name
+    return None, ""
 
 
 def _model_line(config: RunConfig, parameters: int | None) -> str:
@@ -236,7 +253,10 @@ def print_whole(console: Console, line: str) -> None:
 
 
 def near(folder: Path) -> Path:
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:  # it was deleted meanwhile
+        return folder
     return folder.relative_to(here) if folder.is_absolute() and folder.is_relative_to(here) else folder
 
 

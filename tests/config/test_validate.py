@@ -113,9 +113,12 @@ def test_a_wrong_override_causes_no_errors_that_only_follow_from_it():
 
 
 def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path):
-    (tmp_path / "metrics.csv").write_text("x")
+    (tmp_path / "metrics.csv").write_text("step\n1\n")
     (message,) = messages(f"run.dir={tmp_path}")
-    assert "is not empty" in message
+    assert "is not empty and holds no run (metrics.csv)" in message
+    (tmp_path / "config.yaml").write_text("")
+    (message,) = messages(f"run.dir={tmp_path}")
+    assert "go on in it by: mgpu-pipe " in message
     preflight(compose([CPU, f"run.dir={tmp_path}", "checkpoint.resume=auto"])[0])
     preflight(compose([CPU, f"run.dir={tmp_path}/new"])[0])
     (message,) = messages(f"run.dir={tmp_path}/metrics.csv")

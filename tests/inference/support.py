@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -60,6 +62,7 @@ def write_run(root: Path, family: str, texts: Path, cache: Path, scale: float = 
     )  # fmt: skip
     config = RunConfig(seed=11, model=tiny_model(family, vocab_size=VOCABULARY + 4, bos_token_id=None), data=data)
     freeze(config, paths.config)
+    paths.environment.write_text(json.dumps({"created": time.time()}))
     model = materialise(build_meta(config.model), config.seed, "cpu").eval()
     pieces = []
     for name, parameter in model.named_parameters():

@@ -43,7 +43,7 @@ def lease(path: Path, beat: int, **changes: object) -> None:
 def test_a_living_holder_is_named(tmp_path: Path) -> None:
     holder = hold(tmp_path / ".lock")
     try:
-        with pytest.raises(RunFolderError, match=f"in use by process {holder.pid} on "):
+        with pytest.raises(RunFolderError, match=rf"is preparing in this folder \(process {holder.pid} on "):
             RunLock(tmp_path / ".lock").__enter__()
     finally:
         holder.kill()
@@ -73,7 +73,7 @@ def test_the_wait_for_dying_workers_is_bounded(tmp_path: Path) -> None:
     holder = hold(tmp_path / ".lock", worker="import time; time.sleep(5)")
     holder.kill()
     holder.wait()
-    with pytest.raises(RunFolderError, match="in use by"):
+    with pytest.raises(RunFolderError, match="another launch is preparing in this folder"):
         RunLock(tmp_path / ".lock", wait_s=0.3, tell=lambda line: None).__enter__()
 
 

@@ -21,16 +21,18 @@ from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.launch.environment import write_environment
 from mgpu_pipe.launch.run_folder import (
-    check_unused,
+    RunFolder,
+    begin,
     choose_folder,
     completed,
     keep_attempt_config,
-    newest_run,
     next_attempt,
     record_launch,
+    settle,
     writing_to,
 )
 from mgpu_pipe.launch.summary import write_summary
+from mgpu_pipe.runs.newest import newest_run
 
 
 def config_in(root: Path, resume: str = "none", folder: Path | None = None, **trainer: int) -> RunConfig:
@@ -49,10 +51,17 @@ def synthetic_run(tmp_path: Path, num_documents: int) -> RunConfig:
     return run
 
 
-def leave_run(folder: Path, created: float, **entries: object) -> RunPaths:
+def chosen(config: RunConfig) -> RunFolder:
+    """As a launch does it, which holds the lock in between."""
+    folder = choose_folder(config)
+    folder.paths.lock.touch()
+    return settle(folder, config)
+
+
+def leave_run(folder: Path, created: float, config: RunConfig | None = None, **entries: object) -> RunPaths:
     paths = RunPaths(folder)
     folder.mkdir(parents=True)
-    freeze(RunConfig(), paths.config)
+    freeze(config or RunConfig(), paths.config)
     paths.environment.write_text(json.dumps({"created": created, **entries}))
     return paths
 
@@ -76,43 +85,47 @@ def test_many_processes_at_once_never_share_a_folder(tmp_path: Path) -> None:
     assert len(set(folders)) == 4
 
 
-def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", ["none", "auto"])
+def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path, resume: str) -> None:
     (tmp_path / "precious.txt").write_text("results")
-    with pytest.raises(RunFolderError, match=r"not empty \(precious.txt; .*checkpoint.resume=auto"):
-        choose_folder(config_in(tmp_path, folder=tmp_path))
-    with pytest.raises(RunFolderError, match="it holds no run"):
-        choose_folder(config_in(tmp_path, resume="auto", folder=tmp_path))
-    assert (tmp_path / "precious.txt").read_text() == "results"
+    with pytest.raises(RunFolderError, match=r"not empty and holds no run \(precious.txt\)"):
+        choose_folder(config_in(tmp_path, resume, folder=tmp_path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["precious.txt"]
 
 
-def test_a_folder_filled_after_it_was_chosen_is_refused(tmp_path: Path) -> None:
-    folder = choose_folder(config_in(tmp_path, folder=tmp_path / "run"))
-    check_unused(folder)
-    folder.paths.config.write_text("another launch was faster")
-    with pytest.raises(RunFolderError, match="not empty"):
-        check_unused(folder)
+def test_a_folder_in_which_another_launch_trained_after_it_was_chosen_is_refused(tmp_path: Path) -> None:
+    config = config_in(tmp_path, folder=tmp_path / "run")
+    folder = choose_folder(config)
+    settle(folder, config)
+    freeze(config, folder.paths.config)
+    settle(folder, config)  # not a step was trained: nothing is lost
+    folder.paths.metrics.write_text("step\n1\n")
+    with pytest.raises(RunFolderError, match=r"a run has trained in it; .* mgpu-pipe seed=2 run.dir=/"):
+        settle(folder, config, ["seed=2"])
 
 
 def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:
-    made = choose_folder(config_in(tmp_path, folder=tmp_path / "made"))
-    (made.paths.logs).mkdir()
-    made.paths.config.write_text("")
+    config = config_in(tmp_path, folder=tmp_path / "made")
+    made = begin(chosen(config), config, [], [])
+    made.paths.logs.mkdir()
     made.discard()
     assert not made.paths.root.exists()
     (tmp_path / "given").mkdir()
-    given = choose_folder(config_in(tmp_path, folder=tmp_path / "given"))
-    given.paths.config.write_text("")
-    given.discard()
+    config = config_in(tmp_path, folder=tmp_path / "given")
+    begin(chosen(config), config, [], []).discard()
     assert list((tmp_path / "given").iterdir()) == []
     old = leave_run(tmp_path / "old", 1.0)
-    choose_folder(config_in(tmp_path, "auto", tmp_path / "old")).discard()
-    assert old.config.exists()
+    for resume in ("auto", "none"):
+        config = config_in(tmp_path, resume, tmp_path / "old")
+        begin(chosen(config), config, [], []).discard()
+        assert old.config.exists()
 
 
 @pytest.mark.parametrize("trained", ["checkpoints/step-00000004/manifest.json", "metrics.csv"])
 def test_a_launch_that_trained_before_it_was_refused_keeps_everything(trained: str, tmp_path: Path) -> None:
     """A restart finds its newest checkpoint damaged, under ``on_corruption=stop``: the others must survive that."""
-    folder = choose_folder(config_in(tmp_path, folder=tmp_path / "run"))
+    config = config_in(tmp_path, folder=tmp_path / "run")
+    folder = begin(chosen(config), config, [], [])
     for name in ("config.yaml", trained):
         (folder.paths.root / name).parent.mkdir(parents=True, exist_ok=True)
         (folder.paths.root / name).write_text("")
@@ -149,7 +162,7 @@ def test_the_run_begun_last_is_so_also_where_the_clock_was_set_back_since(tmp_pa
     config = config_in(tmp_path)
     second = choose_folder(config).paths
     record_launch(second, config, [], {"started": now}, prepare(synthetic_run(tmp_path, num_documents=20)))
-    assert newest_run(tmp_path / "study") == second.root
+    assert newest_run(tmp_path) == second.root
     recorded = json.loads(second.environment.read_text())
     assert recorded["started"] == now
 
@@ -167,19 +180,19 @@ def test_a_launch_that_is_killed_while_it_is_recorded_keeps_when_the_run_was_beg
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_environment(paths.environment, {"created": 100.0, "more": "x" * 10_000})
-    assert newest_run(tmp_path / "study") == paths.root
+    assert newest_run(tmp_path) == paths.root
 
 
 def test_auto_starts_afresh_where_there_is_no_run(tmp_path: Path) -> None:
-    assert not choose_folder(config_in(tmp_path, "auto")).goes_on
-    assert not choose_folder(config_in(tmp_path, "auto", tmp_path / "run")).goes_on
+    assert not chosen(config_in(tmp_path, "auto")).goes_on
+    assert not chosen(config_in(tmp_path, "auto", tmp_path / "run")).goes_on
 
 
 def test_a_restart_by_another_launcher_goes_on_in_that_launchs_folder(tmp_path: Path) -> None:
     mine = leave_run(tmp_path / "study" / "mine", 100.0, launch="agent-1")
     leave_run(tmp_path / "study" / "other", 200.0, launch="agent-2")
     assert choose_folder(config_in(tmp_path), restart_of="agent-1").paths.root == mine.root
-    assert newest_run(tmp_path / "study", "agent-3") is None
+    assert choose_folder(config_in(tmp_path), restart_of="agent-3").created
 
 
 @pytest.mark.parametrize(
@@ -192,7 +205,7 @@ def test_a_run_is_complete_until_more_steps_are_asked_for(
     paths = leave_run(tmp_path / "run", 1.0)
     write_summary(paths, {"status": status, "step": reached})
     config = config_in(tmp_path, "auto", tmp_path / "run", max_steps=asked)
-    assert completed(choose_folder(config), config) is complete
+    assert completed(chosen(config), config) is complete
 
 
 def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: Path) -> None:
@@ -201,7 +214,7 @@ def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: P
     write_summary(paths, {"status": "finished", "step": 10})
     for epochs, complete in ((1, True), (2, True), (3, False)):
         config = config_in(tmp_path, "auto", tmp_path / "run", max_epochs=epochs)
-        assert completed(choose_folder(config), config) is complete
+        assert completed(chosen(config), config) is complete
 
 
 def test_attempts_are_counted_over_launches_and_their_configurations_kept(tmp_path: Path) -> None:

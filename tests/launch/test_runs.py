@@ -148,7 +148,7 @@ def test_a_folder_in_use_is_refused_with_its_holder(place: Path) -> None:
     holder.kill()
     holder.communicate(timeout=60)
     assert second.returncode == 2
-    assert f"in use by process {holder.pid} on " in said
+    assert f"another launch is training in this folder (process {holder.pid} on " in said
 
 
 def test_torchruns_world_is_joined_with_the_same_losses(place: Path, reference: list[tuple[str, str, str]]) -> None:

@@ -25,10 +25,15 @@ def make_run(
     lr: float = 3e-3,
     overrides: tuple[str, ...] = (),
     seed: int = 0,
+    created: float = 0.0,
     summary: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> RunPaths:
-    """A finished run of ``steps`` steps under ``root``; ``summary`` and ``config`` add to those files."""
+    """A finished run of ``steps`` steps under ``root``; ``summary`` and ``config`` add to those files.
+
+    Args:
+        created: seconds after the others that it was begun.
+    """
     paths = RunPaths(root / name / folder)
     paths.logs.mkdir(parents=True)
     draw = random.Random(seed)
@@ -68,6 +73,7 @@ def make_run(
     paths.config.write_text(yaml.safe_dump(composed, sort_keys=False))
     environment = {
         "started": 1772460333.1,
+        "created": 1772460333.1 + created,
         "date": "2026-03-02 14:05:33 +0000",
         "command": ["mgpu-pipe", *text],
         "folder": "/home/ada/lm",

@@ -19,20 +19,33 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def age(folder: Path, seconds: int) -> None:
-    """Make what was measured last lie so long in the past."""
-    for file in folder.iterdir():
-        os.utime(file, (1_700_000_000 - seconds,) * 2)
-
-
-def test_without_arguments_the_newest_run_is_reported(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    newer, older = make_run(steps=60, name="a"), make_run(steps=60, name="b")
-    age(older.root, 100)
-    age(newer.root, 10)
+def test_without_arguments_the_run_begun_last_is_reported(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer, older = make_run(steps=60, name="a", created=5), make_run(steps=60, name="b")
+    os.utime(older.metrics)  # it was gone on in since
     assert report([]) == 0
     assert newer.report.exists()
     assert not older.report.exists()
-    assert capsys.readouterr().out == f"report: {newer.report.relative_to(Path.cwd())}\n"
+    captured = capsys.readouterr()
+    assert captured.out == f"report: {newer.report.relative_to(Path.cwd())}\n"
+    assert captured.err == f"newest run: {newer.root.relative_to(Path.cwd())}\n"
+
+
+def test_the_place_of_all_runs_is_said_as_for_training(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(steps=60)
+    Path("outputs").rename("else where")
+    moved = Path("else where") / run.root.relative_to(tmp_path / "outputs")
+    for word in ("run.root=else where", "run.root='else where'"):
+        (moved / "report.html").unlink(missing_ok=True)
+        assert report([word]) == 0
+        assert (moved / "report.html").exists()
+    for words, told in (
+        (["run.root="], r"run.root=: give a folder"), ([str(moved), "run.root=x"], "leave out one of them"),
+        (["run.root=nowhere"], "nowhere: holds no run; .* run.root=<folder>"),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError, match=told):
+            report(words)
 
 
 def test_several_runs_give_a_comparison_and_a_table(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +95,7 @@ def test_a_verification_is_not_the_newest_run(make_run: MakeRun) -> None:
 
 
 def test_no_run_yet_and_a_wrong_flag_are_one_line() -> None:
-    for arguments, told in (([], "holds no run yet"), (["--ot", "x"], "--ot"), (["--out"], "expected one argument")):
+    for arguments, told in (([], "holds no run;"), (["--ot", "x"], "--ot"), (["--out"], "expected one argument")):
         with pytest.raises(BadInputError, match=told):
             report(arguments)
 

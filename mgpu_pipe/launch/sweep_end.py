@@ -1,0 +1,34 @@
+"""What a sweep shows at its end: one table, a comparison report, and the line that goes on where it was stopped."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.launch.again import this_program, without
+from mgpu_pipe.report.commands import COMPARISON
+from mgpu_pipe.report.html import write_report
+from mgpu_pipe.report.tables import make_console, near, print_whole, runs_table
+
+
+def show_sweep(runs: Sequence[RunPaths], folder: Path, stopped: Sequence[str] = ()) -> None:
+    """Print the table of a sweep's runs and write their comparison into ``folder``.
+
+    Args:
+        stopped: the command line's words, where a signal ended the sweep.
+    """
+    found = list(dict.fromkeys(runs))
+    runs_table(found)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        print_whole(make_console(), f"report: {near(write_report(found, folder.absolute() / COMPARISON))}")
+    except (RunFolderError, OSError) as error:
+        print(f"error: the sweep's report could not be written: {error}", file=sys.stderr)
+    if stopped:
+        words = [*without(stopped, "checkpoint.resume"), "checkpoint.resume=auto"]
+        print_whole(make_console(), f"go on: {shlex.join([*this_program(), *words])}")
+    sys.stdout.flush()

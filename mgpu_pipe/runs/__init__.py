@@ -1,0 +1,1 @@
+"""Runs on the disk: which there are, and which is the newest."""
