@@ -149,6 +149,8 @@ class RunLock:
             now = _read(self.path)
             if not now:
                 return
+            if "raw" in now:
+                continue
             if now != held and now.get("state") != "stopping":
                 raise self._refusal(now)
             if now != held:
