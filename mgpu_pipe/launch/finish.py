@@ -121,7 +121,7 @@ def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) ->
     program, root = this_program(), str(paths.root)
     return {
         "generate": shlex.join([*program, "generate", root, "--prompt", "def "]),
-        "export": shlex.join([*program, "export", root, "--out", "exported"]),
+        "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")]),
     }
 
 

@@ -71,7 +71,7 @@ def test_the_printed_line_goes_on_in_that_very_run(cache: Path, tmp_path: Path) 
     for verb in ("generate", "export"):
         (line,) = re.findall(rf"^{verb} +(mgpu-pipe .*)$", done.stdout, re.MULTILINE)
         typed(shlex.split(line)[1:], place, cache)
-    assert (place / "exported" / "config.json").exists()
+    assert (found[0] / "exported" / "config.json").exists()
 
 
 @pytest.mark.slow
