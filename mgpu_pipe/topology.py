@@ -124,6 +124,11 @@ class ParallelDims:
         at = self.coordinates(rank)
         return self.data_parallel_rank(rank) + self.data_parallel_size * (at["cp"] + self.cp * at["pp"])
 
+    def own_randomness_rank(self, rank: int) -> int:
+        """Numbers all ranks, after those of :meth:`randomness_rank`: for what tensor-parallel ranks hold parts of."""
+        number = self.world_size // self.tp
+        return self.randomness_rank(rank) + number * (1 + self.coordinates(rank)["tp"])
+
     def describe(self) -> str:
         """The sizes that matter, e.g. ``dp_replicate=4``; ``one process`` where all are 1."""
         shown = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1]

@@ -283,8 +283,16 @@ def _notices(config: RunConfig) -> list[Notice]:
         dims = ParallelDims.resolve(config.strategy, world_size(config))
         devices = dims.world_size // config.trainer.num_nodes
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
+    notices += _noise_notice(config)
     keep = config.checkpoint
     if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
         text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
         notices.append(Notice("checkpoint.keep_best", text))
     return notices
+
+
+def _noise_notice(config: RunConfig) -> list[Notice]:
+    from mgpu_pipe.models.fields import noise_fields
+
+    text = "drops at random: under another strategy or number of processes the result is equal statistically only"
+    return [Notice(f"model.config.{name}", text) for name in noise_fields(model_fields(config))[:1]]

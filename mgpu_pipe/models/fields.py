@@ -186,6 +186,13 @@ def _described(annotation: ast.expr) -> str:
     return " or ".join("null" if name == "None" else name for name in names)
 
 
+def noise_fields(fields: Mapping[str, Any]) -> list[str]:
+    """The names of the fields that switch randomness on."""
+    return sorted(
+        name for name, value in fields.items() if is_noise(name) and isinstance(value, int | float) and value > 0
+    )
+
+
 def is_noise(name: str) -> bool:
     """Whether a field of a causal language model's configuration switches randomness on in its forward pass."""
     return ("drop" in name or name == "router_jitter_noise") and not name.startswith(("summary_", "classifier_"))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mgpu_pipe.models.plans import decoder_blocks
 from mgpu_pipe.parallel.context import in_this_context
+from mgpu_pipe.parallel.random_streams import RankStreams, streams_of
 from mgpu_pipe.parallel.randomness import uses_dropout
 
 Mode = Literal["none", "full", "selective"]
@@ -49,16 +50,19 @@ def apply_activation_checkpointing(model: torch.nn.Module, mode: Mode) -> list[t
     if mode == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:
-        block.forward = _checkpointed(block.forward, options)
+        block.forward = _checkpointed(block.forward, options, streams_of(model))
     return blocks
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(
+    forward: Callable[..., Any], options: dict[str, Any], streams: RankStreams | None
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(in_this_context(forward), *args, **options, **kwargs)
+        again = in_this_context(forward) if streams is None else streams.replayed(in_this_context(forward))
+        return checkpoint(again, *args, **options, **kwargs)
 
     return checkpointed
 

@@ -1,6 +1,7 @@
-"""Random streams of a training step (dropout), a pure function of seed, step and data-parallel rank.
+"""Random streams of a training step (dropout), a pure function of seed, step and the rank's place in the mesh.
 
-Keyed like this, a resumed run draws what the uninterrupted one drew, and tensor-parallel ranks draw alike.
+Keyed like this, a resumed run draws what the uninterrupted one drew. Tensor-parallel ranks have two streams:
+:mod:`.random_streams`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 
 from mgpu_pipe.models.fields import is_noise
 
+STATISTICAL = "statistical only: dropout draws other masks under every topology"
+"""What is said of a run that drops anything out, of its likeness to the same run on other processes."""
 
-def step_seed(seed: int, step: int, data_parallel_rank: int) -> int:
-    """A 63-bit seed for one optimizer step on one data-parallel rank."""
-    digest = hashlib.sha256(f"{seed}/{step}/{data_parallel_rank}".encode()).digest()
+
+def step_seed(seed: int, step: int, place: int) -> int:
+    """A 63-bit seed for one optimizer step at one place, as ``ParallelDims.randomness_rank`` numbers them."""
+    digest = hashlib.sha256(f"{seed}/{step}/{place}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 

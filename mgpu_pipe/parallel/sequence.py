@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.tensor_collectives import SEQUENCE_DIM, gather_sequence, split_sequence, sum_forward
 
 
@@ -59,21 +60,28 @@ class SequenceSplit:
 
 
 def split_between(
-    sequence: SequenceSplit, first_block: nn.Module, last: nn.Module, addends: list[nn.Module], partial_gradient: bool
+    sequence: SequenceSplit, first_block: nn.Module, last: nn.Module, addends: list[nn.Module], partial_gradient: bool,
+    streams: RankStreams | None = None,
 ) -> None:
     """Hook the split in front of ``first_block`` and the gathering behind ``last``.
 
     Args:
         addends: modules whose result is added to the embeddings in between, as learnt positions are.
         partial_gradient: a vocabulary-parallel head follows ``last``.
+        streams: where dropout is to draw from.
     """
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_hidden(args, kwargs, sequence.enter(hidden_of(args, kwargs)))
+        changed = with_hidden(args, kwargs, sequence.enter(hidden_of(args, kwargs)))
+        if streams is not None:
+            streams.use(sequence.active)
+        return changed
 
     def leave(_: nn.Module, __: object, output: Any) -> Any:
         if not sequence.active:
             return output
+        if streams is not None:
+            streams.use(False)
         hidden = output[0] if isinstance(output, tuple) else output
         whole = gather_sequence(hidden, sequence.group, partial_gradient)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole

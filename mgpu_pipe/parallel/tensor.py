@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.removed import is_removed
 from mgpu_pipe.models.tensor_plans import SequencePlan, Style
+from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
 from mgpu_pipe.parallel.tensor_linear import (
@@ -45,7 +46,7 @@ INSIDE = re.compile(r"(q|k|v|query|key)_(layer)?norm|act_fn")
 
 def apply_tensor_parallel(
     model: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool = False, experts: bool = True,
-    stages: Sequence[range] = (),
+    stages: Sequence[range] = (), streams: RankStreams | None = None,
 ) -> None:
     """Cut ``model`` over the ranks of ``group``, in place, and record a layout for every parameter.
 
@@ -56,13 +57,14 @@ def apply_tensor_parallel(
         sequence_parallel: split activations between the tensor-parallel regions along the sequence.
         experts: cut experts along their width; False leaves modules of experts, and their parameters, alone.
         stages: the layers of each pipeline stage that this rank holds; between stages the sequence is whole.
+        streams: where dropout is to draw from; None where nothing is random.
 
     Raises:
         ConfigError: no plan for the model, or sizes that do not divide.
     """
     if group.size() == 1:
         return
-    TensorParallel(model, group, sequence_parallel, experts, stages).apply()
+    TensorParallel(model, group, sequence_parallel, experts, stages, streams).apply()
 
 
 class TensorParallel:
@@ -70,9 +72,9 @@ class TensorParallel:
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool, experts: bool,
-        stages: Sequence[range] = (),
-    ) -> None:
-        self.stages = stages
+        stages: Sequence[range] = (), streams: RankStreams | None = None,
+    ) -> None:  # fmt: skip
+        self.stages, self.streams = stages, streams
         self.model, self.group, self.cut_experts = model, group, experts
         self.rank, self.size = group.rank(), group.size()
         self.plan = tensor_plan(model)
@@ -136,6 +138,10 @@ class TensorParallel:
                 column_parallel_alone(layer, self.group)
         if region is not None:
             region.wrap(module)
+        if self.streams is not None:
+            rows = [layer for child, layer in cut.items() if styles[child] == "row"]
+            columns = [layer for child, layer in cut.items() if styles[child] != "row"]
+            self.streams.region(module, columns if rows else [], rows)
 
     def _between(self, name: str, module: nn.Module, head_dim: int) -> None:
         """What works on this rank's heads or width: cut where it has weights for each head, else whole on every rank.
@@ -283,6 +289,10 @@ class TensorParallel:
                     self.parameters.cut(experts, attribute, dim, ranges)
             block = self.modules[name.rpartition(".")[0]]
             experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence)
+            if self.streams is not None:
+                # Tokens are whole in the block, where its router draws, and every expert's width is cut.
+                block.forward = self.streams.within(False, block.forward)  # type: ignore[method-assign]
+                experts.forward = self.streams.within(True, experts.forward)  # type: ignore[method-assign]
 
     # -- vocabulary and sequence --------------------------------------------------------------------------------
 
@@ -321,7 +331,7 @@ class TensorParallel:
             last = norm if to_norm and isinstance(norm, nn.Module) else blocks[stage.stop - 1]
             split_between(
                 sequence, blocks[stage.start], last, addends if stage.start == 0 else [],
-                has_head and stage.stop == len(blocks),
+                has_head and stage.stop == len(blocks), self.streams,
             )  # fmt: skip
         routers = {
             id(p) for name, style in self.plan.items() if style == "experts" and self.cut_experts

@@ -140,8 +140,7 @@ class MeshStrategy(EngineStrategy):
             NonFiniteStep: on every rank alike, before the update.
         """
         if self._dropout_seed is not None:
-            at = self.dims.randomness_rank(self.global_rank)
-            torch.manual_seed(step_seed(self._dropout_seed, window.step, at))
+            self._seed(self._dropout_seed, window.step)
         split = self.split
         split.facts.begin()
         self._stop.begin()
@@ -164,6 +163,15 @@ class MeshStrategy(EngineStrategy):
             loss.backward(torch.full_like(loss, scale / window.normalizer))
             loss_sum += loss.detach()
         return self._finish_step(window, loss_sum)
+
+    def _seed(self, seed: int, step: int) -> None:
+        shared, own = (step_seed(seed, step, at) for at in (
+            self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank)
+        ))  # fmt: skip
+        if self.split.streams is None:
+            torch.manual_seed(shared)
+        else:
+            self.split.streams.begin(shared, own)
 
     def _forward(self, part: MicroBatch) -> torch.Tensor:
         """The loss of a micro-batch's part; the first one's activations are measured."""

@@ -35,6 +35,8 @@ from mgpu_pipe.parallel.fully_shard import (
     reshard_all,
 )  # fmt: skip
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
+from mgpu_pipe.parallel.random_streams import RankStreams
+from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from mgpu_pipe.strategies.window_facts import WindowFacts, counted_once
@@ -79,6 +81,7 @@ class SplitModel:
         sharded: the model as FSDP2's root, where that is at work.
         pipeline: this rank's stages, where there are several.
         facts: of the window that is under way.
+        streams: where dropout draws from, where tensor-parallel ranks hold some activations whole and parts of others.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class SplitModel:
         self._objective, self._dims, self._device, self._options = objective, dims, device, options
         self.sharded: FSDPModule | None = None
         self.pipeline: Pipeline | None = None
+        self.streams: RankStreams | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._expert_mesh: DeviceMesh | None = None
         model = objective.model
@@ -126,6 +130,7 @@ class SplitModel:
     def _cut(self, model: Any) -> list[torch.nn.Module]:
         """Everything but data parallelism; the modules of experts that were cut."""
         dims, options = self._dims, self._options
+        random = uses_dropout(model)
         mesh = dims.device_mesh(self._device.type)
         self._groups = {axis: mesh.get_group(axis) for axis in ("pp", "cp", "tp") if getattr(dims, axis) > 1}
         tensor = self._groups.get("tp")
@@ -134,9 +139,10 @@ class SplitModel:
             assert options.pipeline is not None
             views = options.pipeline.cut(model, self._groups["pp"].rank())
         if tensor is not None:
+            self.streams = RankStreams(model, self._device) if random else None
             apply_tensor_parallel(
                 model, tensor, sequence_parallel=options.sequence_parallel, experts=dims.ep == 1,
-                stages=[view.layers for view in views],
+                stages=[view.layers for view in views], streams=self.streams,
             )
         experts: list[torch.nn.Module] = []
         if dims.ep > 1:
@@ -148,6 +154,9 @@ class SplitModel:
                         model, group, tp_group=tensor, sequence_parallel=options.sequence_parallel
                     ).values()
                 )
+                for module in experts if self.streams is not None else []:
+                    assert self.streams is not None
+                    module.forward = self.streams.within(True, module.forward)  # type: ignore[method-assign]
         if dims.cp > 1:
             apply_context_parallel(model, self._groups["cp"], options.context_method)
         router_loss = getattr(self._objective, "router_loss", None)

@@ -25,7 +25,7 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
-from mgpu_pipe.parallel.randomness import uses_dropout
+from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
@@ -282,6 +282,7 @@ def _result(
         "topology": dims.as_dict(),
         "strategy": config.strategy.name,
         "precision": precision,
+        **({"parity": STATISTICAL} if uses_dropout(model) else {}),
         "tf32": uses_tf32(config),
         "metrics": metrics,
         "checkpoint": str(checkpoint.relative_to(checkpoint.parents[1])) if checkpoint is not None else None,

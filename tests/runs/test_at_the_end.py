@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import column, mgpu, run_folder
+from tests.support.command import column, environment, mgpu, run_folder
+from tests.support.program import run_program
 
 pytestmark = pytest.mark.slow
 
@@ -60,3 +61,12 @@ def test_what_lightning_refuses_is_one_line(cache: Path, tmp_path: Path) -> None
     said = mgpu(cache, tmp_path, *BASE, monitor, code=2)
     assert "error: callbacks, logger: Lightning refuses this: Cannot use `LearningRateMonitor`" in said
     assert "Traceback" not in said
+
+
+def test_a_run_that_drops_says_that_its_parity_is_statistical(cache: Path, tmp_path: Path, finished: Path) -> None:
+    words = ("trainer.max_steps=1", "model.config.attention_dropout=0.1", "checkpoint.save_last=false")
+    done = run_program((*BASE[:6], *words), tmp_path, environment(cache), 300)
+    assert done.returncode == 0 and "model.config.attention_dropout: drops at random" in done.stderr
+    said = json.loads((run_folder(done.stdout) / "summary.json").read_text())["parity"]
+    assert said == "statistical only: dropout draws other masks under every topology"
+    assert "parity" not in json.loads((finished / "summary.json").read_text())

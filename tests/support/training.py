@@ -65,6 +65,9 @@ class Case:
     """Of the model, where not its own."""
     seed: int = SEED
     """Of the initial weights."""
+    dropout: float = 0.0
+    """Of GPT-2, in what is listed."""
+    drops: tuple[str, ...] = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
     schedule: str = "1f1b"
     """Of the pipeline, where there is one."""
     stages_per_rank: int | Literal["auto"] = "auto"
@@ -151,6 +154,9 @@ def branched(cls: type) -> type:
 
 def model_config(case: Case) -> ModelConfig:
     source = replace(MODELS[case.model], freeze=[])
+    if case.dropout:
+        rates = dict.fromkeys(case.drops, case.dropout)
+        source = replace(source, config={**source.config, **rates}, attn_implementation="eager")
     if not case.layers:
         return source
     return replace(source, config={**source.config, LAYERS.get(case.model, "num_hidden_layers"): case.layers})
@@ -260,6 +266,7 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     """The mesh engine, or DeepSpeed's where the case names a ZeRO stage."""
     common: dict[str, Any] = {
         "max_norm": case.max_norm, "materialise": functools.partial(filled, seed=case.seed),
+        "dropout_seed": SEED if case.dropout else None,
     }  # fmt: skip
     how: dict[str, Any] = {
         "precision": case.precision, "activation_checkpointing": case.checkpointing, **case.options
