@@ -377,11 +377,15 @@ def test_a_given_run_folder_is_refused_in_a_sweep(launched, capsys: pytest.Captu
 def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
     package = tmp_path / "site"
     (package / "plug" / "conf" / "data").mkdir(parents=True)
-    (package / "plug" / "__init__.py").write_text("raise RuntimeError('check imported the plug-in')\n")
+    (package / "plug" / "__init__.py").write_text("def poems(config):\n    yield 'a'\n")
+    (package / "broken.py").write_text("raise RuntimeError('no such\\nlibrary')\n")
     (package / "plug" / "conf" / "data" / "poems.yaml").write_text("# Poems.\nsource: poems\n")
     (package / "plug-1.0.dist-info").mkdir()
     (package / "plug-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: plug\nVersion: 1.0\n")
-    (package / "plug-1.0.dist-info" / "entry_points.txt").write_text("[mgpu_pipe.data]\npoems = plug:poems\n")
+    (package / "plug-1.0.dist-info" / "entry_points.txt").write_text(
+        "[mgpu_pipe.data]\npoems = plug:poems\nbroken = broken:texts\nmissing = plug:prose\nmodule = plug\n"
+        "[mgpu_pipe.objectives]\npoetry = plug:poems\n"
+    )
     search_path = f"hydra.searchpath=[file://{package}/plug/conf]"
     path = f"{ROOT}{os.pathsep}{package}"
     done = mgpu_pipe("check", search_path, "data=poems", folder=tmp_path, PYTHONPATH=path)
@@ -389,6 +393,15 @@ def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
     assert "poems (plug-in)" in done.out
     done = mgpu_pipe("check", search_path, "data.source=poms", folder=tmp_path, PYTHONPATH=path)
     assert "data.source=poms: did you mean poems?" in done.err
+    for override, said in (
+        ("data.source=broken", "broken:texts cannot be imported (RuntimeError: no such library); correct that package"),
+        ("data.source=missing", "the entry point plug:prose cannot be imported (AttributeError: "),
+        ("data.source=module", "the entry point names a module; register a function"),
+        ("objective.name=poetry", "poems, is none; register a subclass of mgpu_pipe.objectives.base.Objective"),
+    ):
+        done = mgpu_pipe("check", override, folder=tmp_path, PYTHONPATH=path)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1), done.err
+        assert done.err.startswith(f"error: {override}: ") and said in done.err
 
 
 @pytest.mark.slow

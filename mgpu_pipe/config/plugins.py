@@ -1,9 +1,11 @@
-"""Names that installed packages register through entry points; found without importing them."""
+"""What installed packages register through entry points: names, found without importing them, and what they name."""
 
 from __future__ import annotations
 
-import functools
 from importlib.metadata import entry_points
+from typing import Any
+
+from mgpu_pipe.errors import ConfigError
 
 DATA_GROUP = "mgpu_pipe.data"
 OBJECTIVE_GROUP = "mgpu_pipe.objectives"
@@ -11,9 +13,26 @@ STRATEGY_GROUP = "mgpu_pipe.strategies"
 
 DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "synthetic")
 OBJECTIVES = ("causal_lm",)
+LONGEST = 300
+"""Characters of a stranger's message."""
 
 
-@functools.lru_cache(maxsize=None)
 def registered(group: str) -> tuple[str, ...]:
     """Names in an entry point group, sorted. Scans the installed distributions: some 10 ms."""
     return tuple(sorted({point.name for point in entry_points(group=group)}))
+
+
+def load(key: str, name: str, group: str) -> Any:
+    """What the entry point ``name`` of ``group`` names; its package is imported.
+
+    Raises:
+        ConfigError: there is none, or it cannot be imported.
+    """
+    points = {point.name: point for point in entry_points(group=group)}
+    if name not in points:
+        raise ConfigError(key, name, f"use one of {', '.join(points)}", "no such name")
+    try:
+        return points[name].load()
+    except Exception as error:  # a stranger's module may raise anything
+        reason = f"the entry point {points[name].value} cannot be imported ({type(error).__name__}: {error})"
+        raise ConfigError(key, name, "correct that package", " ".join(reason.split())[:LONGEST]) from error

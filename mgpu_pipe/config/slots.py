@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.machinery import PathFinder
 from typing import Any
 
 from mgpu_pipe.config.build import TARGET, check_target
+from mgpu_pipe.config.logger_needs import logger_errors
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
-from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, is_subclass, signature
+from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherits, signature
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import ConfigError
 
@@ -25,16 +25,6 @@ MODES = ("min", "max")
 OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
 LOGGER_PROVIDES = ("save_dir",)
 
-NEEDED_PACKAGES = {
-    "pytorch_lightning.loggers.WandbLogger": ("wandb", "wandb"),
-    "pytorch_lightning.loggers.MLFlowLogger": ("mlflow", "mlflow-skinny"),
-    "pytorch_lightning.loggers.TensorBoardLogger": ("tensorboard", "tensorboard"),
-    "pytorch_lightning.loggers.NeptuneLogger": ("neptune", "neptune"),
-    "pytorch_lightning.loggers.CometLogger": ("comet_ml", "comet-ml"),
-}
-"""Loggers that fail only when they are built: the module they need and the package that brings it."""
-
-
 def slot_errors(config: RunConfig) -> list[ConfigError]:
     """Everything wrong with the leaves of ``config``; builds and calls nothing."""
     errors = _optimizer_errors(config.optimizer)
@@ -45,7 +35,7 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
         for name, leaf in leaves.items():
             key = f"{section}.{name}"
             errors += check_target(leaf, base, key, provided) or [
-                *_package_errors(leaf[TARGET], key), *_saves_itself(leaf[TARGET], key),
+                *logger_errors(leaf, key), *_saves_itself(leaf[TARGET], key),
                 *_metric_errors(config, leaf, key),
             ]
     return errors
@@ -53,7 +43,7 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
 
 def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
     """What an early stopping looks at: a metric that the objective logs; a plug-in's may log any."""
-    if not _inherits(leaf[TARGET], EARLY_STOPPING) or config.objective.name not in OBJECTIVES:
+    if not inherits(leaf[TARGET], EARLY_STOPPING) or config.objective.name not in OBJECTIVES:
         return
     monitor, mode = leaf["monitor"], leaf.get("mode", "min")
     if monitor not in LOGGED:
@@ -68,18 +58,11 @@ def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
     if every is not None and (last is None or every < last):
         return
     for name, leaf in config.callbacks.items():
-        if isinstance(leaf, Mapping) and _inherits(str(leaf.get(TARGET)), EARLY_STOPPING):
+        if isinstance(leaf, Mapping) and inherits(str(leaf.get(TARGET)), EARLY_STOPPING):
             fix = f"use fewer steps, e.g. {max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
             reason = f"callbacks.{name} looks at evaluations, and there is none before the end"
             yield ConfigError("trainer.val_every_n_steps", every, fix, reason)
 
-
-def _inherits(target: str, base: str) -> bool:
-    """Whether source tells that one class inherits from another."""
-    try:
-        return is_subclass(find_class(target), find_class(base))
-    except (NoSuchName, NotAClass, Unknown):
-        return False
 
 
 NEEDS_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
@@ -113,12 +96,6 @@ def _names(target: str) -> tuple[str, ...]:
 
 def _saves_itself(target: str, key: str) -> Iterator[ConfigError]:
     """Lightning's own checkpoints are whole-world pickles; this program writes its own."""
-    if _inherits(target, CHECKPOINT_CALLBACK):
+    if inherits(target, CHECKPOINT_CALLBACK):
         fix = "remove it, and use checkpoint.every_n_steps and checkpoint.keep_best"
         yield ConfigError(f"{key}.{TARGET}", target, fix, "checkpoints are written by this program")
-
-
-def _package_errors(target: str, key: str) -> Iterator[ConfigError]:
-    module, package = NEEDED_PACKAGES.get(target, ("", ""))
-    if module and PathFinder.find_spec(module) is None:
-        yield ConfigError(f"{key}.{TARGET}", target, f"pip install {package}", f"needs {package}, not installed here")

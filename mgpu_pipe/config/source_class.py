@@ -102,6 +102,14 @@ def is_subclass(found: SourceClass, base: SourceClass, depth: int = 0) -> bool:
     return False
 
 
+def inherits(target: str, base: str) -> bool:
+    """Whether source tells that the class at one dotted path is, or inherits from, that at another."""
+    try:
+        return is_subclass(find_class(target), find_class(base))
+    except (NoSuchName, NotAClass, Unknown):
+        return False
+
+
 def signature(found: SourceClass, depth: int = 0) -> Signature:
     """The constructor's parameters: its own ``__init__``'s, else the first base's that has one.
 

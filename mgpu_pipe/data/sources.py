@@ -14,17 +14,16 @@ import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
-ENTRY_POINT_GROUP = "mgpu_pipe.data"
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
 BUILT_IN = ("stdlib_text", *FILE_SOURCES, "synthetic")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
@@ -54,11 +53,22 @@ class Source:
 
 def source_names() -> list[str]:
     """Every name that ``data.source`` takes, plug-ins last."""
-    return [*BUILT_IN, *sorted(set(_plug_ins()) - set(BUILT_IN))]
+    return [*BUILT_IN, *sorted(set(registered(DATA_GROUP)) - set(BUILT_IN))]
 
 
-def _plug_ins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+def _plug_in(name: str) -> Callable[[RunConfig], Iterable[str]]:
+    """The function that a package registers under ``name``; the package is imported.
+
+    Raises:
+        ConfigError: no such name, its package cannot be imported, or what it names is no function.
+    """
+    if name not in registered(DATA_GROUP):
+        raise _unknown(name)
+    found = load("data.source", name, DATA_GROUP)
+    if not callable(found):
+        fix = "register a function that takes the configuration and yields texts"
+        raise ConfigError("data.source", name, fix, f"the entry point names a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
 
 
 def _unknown(name: str) -> ConfigError:
@@ -97,8 +107,8 @@ def check_sources(config: RunConfig) -> None:
             checks.append(lambda: _check_files(data, data.validation_paths, "data.validation_paths"))
     elif data.source == "stdlib_text":
         checks.append(files.stdlib_files)
-    elif data.source != "synthetic" and data.source not in _plug_ins():
-        raise ConfigErrors([_unknown(data.source)])
+    elif data.source != "synthetic":
+        checks.append(lambda: _plug_in(data.source))
     if data.validation_paths:
         checks.append(lambda: validation_source_config(config))
     errors: list[BadInputError] = []
@@ -185,10 +195,7 @@ def open_source(
         return _file_source(data, files.stdlib_files(), cache, progress)
     if data.source in FILE_SOURCES:
         return _file_source(data, files.expand_paths(data.paths, key), cache, progress)
-    points = _plug_ins()
-    if data.source not in points:
-        raise _unknown(data.source)
-    return _plug_in_source(config, points[data.source].load())
+    return _plug_in_source(config, _plug_in(data.source))
 
 
 def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:

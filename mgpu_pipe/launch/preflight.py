@@ -12,7 +12,7 @@ from typing import Any
 from mgpu_pipe.config.hardware import gpu_count, torch_has_cuda
 from mgpu_pipe.config.joined_world import joined_processes
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
+from mgpu_pipe.config.plugins import OBJECTIVES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
@@ -72,6 +72,8 @@ def preflight_errors(
             found += _size_errors(config)
         if not any(_section(error) == "model" for error in found):
             found += _collected(lambda: _check_packing(config))
+    if not found:  # these import a package, or torch
+        found += [*_collected(lambda: _check_plug_ins(config)), *_collected(lambda: _check_freezing(config))]
     return _one_for_each_key(found)
 
 
@@ -119,6 +121,27 @@ def _check_packing(config: RunConfig) -> None:
     fields = model_fields(config)
     if fields.get("model_type") is not None:
         check_packing(fields, config.data.packing, config.model.attn_implementation)
+
+
+def _check_plug_ins(config: RunConfig) -> None:
+    """The classes that a package registers are what they should be."""
+    objective, engine = config.objective.name, config.strategy.engine
+    if objective not in OBJECTIVES:
+        from mgpu_pipe.training.plugins import objective_class
+
+        objective_class(objective)
+    if engine not in ("mesh", ENGINE):
+        from mgpu_pipe.training.plugins import strategy_class
+
+        strategy_class(engine)
+
+
+def _check_freezing(config: RunConfig) -> None:
+    """Each pattern matches a parameter: their names are those of the model on the meta device, without weights."""
+    if config.model.freeze:
+        from mgpu_pipe.models.build import build_meta
+
+        build_meta(config.model)
 
 
 def _check_data(config: RunConfig) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
-from mgpu_pipe.config.plugins import OBJECTIVE_GROUP, STRATEGY_GROUP
+from mgpu_pipe.config.plugins import OBJECTIVE_GROUP, STRATEGY_GROUP, load
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
@@ -36,18 +35,11 @@ def strategy_class(engine: str) -> type[EngineStrategy]:
 def _named(key: str, name: str, own: dict[str, Any], group: str, base: type) -> Any:
     if name in own:
         return own[name]
-    registered = {point.name: point for point in entry_points(group=group)}
-    if name not in registered:
-        raise ConfigError(key, name, f"use one of {', '.join([*own, *registered])}", "no such name")
-    found = registered[name].load()
+    found = load(key, name, group)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(
-            key, name, f"register a subclass of {base.__module__}.{base.__qualname__}",
-            f"the entry point {registered[name].value} is none",
-        )
+        reason = f"what the entry point names, {getattr(found, '__qualname__', found)}, is none"
+        raise ConfigError(key, name, f"register a subclass of {base.__module__}.{base.__qualname__}", reason)
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(
-            key, name, f"define {', '.join(missing)}", f"the entry point {registered[name].value} does not say how"
-        )
+        raise ConfigError(key, name, f"define {', '.join(missing)}", f"{found.__qualname__} does not say how")
     return found

@@ -32,6 +32,7 @@ from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.initial_weights import build_model, reads_slices, starts_from_folder, weights_reader
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
+from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
 from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
@@ -229,10 +230,7 @@ def _build_trainer(
 ) -> pl.Trainer:
     callbacks = [build(node, "pytorch_lightning.Callback", f"callbacks.{name}")
                  for name, node in config.callbacks.items()]
-    loggers = []
-    if rank == 0:
-        loggers = [build(node, "pytorch_lightning.loggers.Logger", f"logger.{name}", save_dir=str(paths.root))
-                   for name, node in config.logger.items()]
+    loggers = start_loggers(config, paths.root) if rank == 0 else []
     sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     trainer = pl.Trainer(
         accelerator=device.type,

@@ -256,3 +256,11 @@ def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):
     assert "vocab" in messages("model=hf", f"model.path={tmp_path}")[0]
     (tmp_path / "tokenizer.json").write_text("{")
     assert "give a whole tokenizer.json" in messages("model=hf", f"model.path={tmp_path}")[0]
+
+
+def test_a_pattern_that_freezes_nothing_is_refused_by_check():
+    (message,) = messages("model=llama_tiny", "model.freeze=[model.embed_token.*]")
+    assert message.startswith("model.freeze=model.embed_token.*: matches no parameter of the model; did you mean ")
+    (message,) = messages("model=llama_tiny", "model.freeze=['*']")
+    assert "nothing is left to train" in message
+    preflight(compose([CPU, "model=llama_tiny", "model.freeze=['model.embed_tokens.*']"])[0])
