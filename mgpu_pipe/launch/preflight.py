@@ -71,7 +71,7 @@ def preflight_errors(
         if not range_errors(config):
             found += _size_errors(config)
         if not any(_section(error) == "model" for error in found):
-            found += _collected(lambda: _check_packing(config))
+            found += _collected(lambda: _check_attention(config))
     if not found:  # these import a package, or torch
         found += [*_collected(lambda: _check_plug_ins(config)), *_collected(lambda: _check_freezing(config))]
     return _one_for_each_key(found)
@@ -115,11 +115,13 @@ def _check_model(config: RunConfig) -> None:
     check_model_config(model)
 
 
-def _check_packing(config: RunConfig) -> None:
+def _check_attention(config: RunConfig) -> None:
     from mgpu_pipe.models.attention import check_packing
+    from mgpu_pipe.models.causality import check_causality
 
     fields = model_fields(config)
     if fields.get("model_type") is not None:
+        check_causality(fields)
         check_packing(fields, config.data.packing, config.model.attn_implementation)
 
 

@@ -28,6 +28,8 @@ LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rop
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+HEADS_TOGETHER = {"codegen": 4}
+"""Heads whose queries, keys and values lie together in a fused projection."""
 STATES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("mamba_d_state", "ssm_state_size", "state_size"), 8),
     (("mamba_chunk_size", "chunk_size"), 8),
@@ -99,7 +101,7 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     cut = dims.tp * dims.cp if key_value % (dims.tp * dims.cp) == 0 else dims.tp
     if heads % key_value == 0 and key_value % cut == 0:
         ratio = heads // key_value
-        key_value = _multiple(cut, min(key_value, 2))
+        key_value = _multiple(lcm(cut, HEADS_TOGETHER.get(str(fields.get("model_type")), 1)), min(key_value, 2))
         heads = key_value * ratio
     # Not where a model merely looks it up: its other sizes may rest on width / heads.
     has_head_dim = isinstance(fields.get("head_dim"), int)
@@ -112,6 +114,9 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     }  # fmt: skip
     if fields.get("num_key_value_heads") is not None:
         found["num_key_value_heads"] = key_value
+    head_dim = HEAD_DIM if has_head_dim else width // heads
+    if isinstance(fields.get("rotary_dim"), int):
+        found["rotary_dim"] = min(fields["rotary_dim"], head_dim)
     for name, value in LATENTS.items():
         if fields.get(name) is not None:
             found[name] = value
@@ -184,9 +189,9 @@ def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]
         value = fields.get(name)
         if isinstance(value, int) and value >= size:
             # A padding token stays one: its embedding gets no gradient.
-            found[name] = size - 1 if name == "pad_token_id" else None
+            found[name] = size - 1 - TOKEN_IDS.index(name)
         elif isinstance(value, list):
-            found[name] = None
+            found[name] = size - 1 - TOKEN_IDS.index(name)
     return found
 
 
