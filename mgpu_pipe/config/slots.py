@@ -59,7 +59,7 @@ def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
         return
     for name, leaf in config.callbacks.items():
         if isinstance(leaf, Mapping) and inherits(str(leaf.get(TARGET)), EARLY_STOPPING):
-            fix = f"use fewer steps, e.g. {max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
+            fix = f"set e.g. trainer.val_every_n_steps={max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
             reason = f"callbacks.{name} looks at evaluations, and there is none before the end"
             yield ConfigError("trainer.val_every_n_steps", every, fix, reason)
 
