@@ -48,8 +48,9 @@ def refusals(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ("optimizer.options.betas=[0.9]", "optimizer.options.betas=[0.9]: torch.optim.AdamW refuses it: IndexError: "
-         "list index out of range; correct it, or leave it out (the default is (0.9, 0.999))"),
+        ("optimizer.options.betas=[0.9]", "optimizer.options.betas=[0.9]: use a list of 2 values"),
+        ("optimizer.options.betas=[0.9,2]", "optimizer.options.betas=[0.9, 2]: torch.optim.AdamW refuses it: Invalid "
+         "beta parameter at index 1: 2; correct it, or leave it out (the default is (0.9, 0.999))"),
         ("+optimizer.options.nesterov=true", "optimizer.options.nesterov=true: torch.optim.SGD refuses"),
         ("optimizer._target_=torch.optim.Muon", "use optimizer=muon"),
         ("optimizer._target_=torch.optim.SparseAdam", "SparseAdam does not support dense gradients"),
