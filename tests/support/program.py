@@ -95,6 +95,8 @@ class ForkedProgram:
     def __init__(self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [str(Path(self._folder.name) / name) for name in ("out", "err")]
+        for path in self._streams:
+            Path(path).touch()  # it may be killed before it opens them
         self._process = preloaded().Process(
             target=_entry, args=(list(arguments), str(cwd), dict(environment), *self._streams)
         )

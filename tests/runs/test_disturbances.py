@@ -1,0 +1,18 @@
+"""Eight random signals at random instants: the script of the two hundred, with a fixed seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.disturbances import Disturbances
+
+pytestmark = pytest.mark.slow
+
+
+def test_nothing_is_lost_or_different_or_left(tmp_path: Path) -> None:
+    """Raises what it finds; ``python -m benchmarks.disturbances --count 200`` is the long form."""
+    disturbances = Disturbances(tmp_path, seed=2, real=0.0)
+    disturbances.go(8)
+    assert sum(disturbances.tally.by_phase.values()) == 8
