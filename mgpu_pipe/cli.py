@@ -10,7 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigErrors, MgpuError
+from mgpu_pipe.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    BadInputError,
+    ConfigErrors,
+    MgpuError,
+    concealed,
+    one_line,
+)
 from mgpu_pipe.launch.stop import asks_for_a_run, run_begins, run_ended
 from mgpu_pipe.launch.terminal import outliving_streams
 
@@ -50,9 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     try:
-        here = _working_directory()
-        if here not in sys.path and "" not in sys.path:
-            sys.path.append(here)  # as under `python -m`, so that a user's own classes are found from either
+        _working_directory()
         return _dispatch(words)
     except MgpuError as error:
         report_error(error)
@@ -75,7 +83,7 @@ def _working_directory() -> str:
 def report_error(error: MgpuError) -> None:
     """Print an error on stderr, one line; several errors one line each."""
     for single in error.errors if isinstance(error, ConfigErrors) else [error]:
-        print("error:", " ".join(line.strip() for line in str(single).splitlines()), file=sys.stderr)
+        print("error:", one_line(single), file=sys.stderr)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -108,6 +116,7 @@ def _composed(verb: str, words: list[str], job: Job, after_sweep: Callable[[int]
 
     if "--version" in words:
         return _version([])
+    _find_own_classes()
     parsed = hydra_cli.parse(words)
     if parsed.help:
         from mgpu_pipe.help import composing_help
@@ -149,6 +158,13 @@ def _complete(parsed: Namespace, shell: str) -> int:
     words = [*found.own, *(hydra_cli.completed_overrides(parsed, found.line) if found.line is not None else [])]
     print(("\n" if shell == "fish" else " ").join(words))
     return EXIT_OK
+
+
+def _find_own_classes() -> None:
+    """Import from the working folder too, as under `python -m`; the verbs that open what others made do not."""
+    here = _working_directory()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
 
 
 def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
@@ -201,7 +217,7 @@ def _checked(composition: Composition) -> RunConfig:
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
     for notice in preflight(composition.config, alone):
-        print(f"note: {notice.key}: {notice.text}", file=sys.stderr)
+        print(f"note: {one_line(notice.key)}: {one_line(notice.text)}", file=sys.stderr)
     return composition.config
 
 
@@ -256,7 +272,7 @@ def _print_rows(rows: list[tuple[str, str]]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(name, text)
+        table.add_row(name, concealed(text))
     Console(highlight=False, markup=False, emoji=False).print(table)
 
 

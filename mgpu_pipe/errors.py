@@ -16,6 +16,30 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED = 75
 
 
+def one_line(text: object) -> str:
+    """``text`` on one line, :func:`concealed`, and without control characters, which a terminal would follow."""
+    line = " ".join(part.strip() for part in concealed(str(text)).splitlines())
+    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+
+
+_hidden: dict[str, str] = {}
+SHORTEST_HIDDEN = 4
+"""Shorter values keep no secret, and would be found in every text."""
+
+
+def hide(value: str, shown: str) -> None:
+    """From now on ``shown`` stands in the place of ``value`` wherever :func:`concealed` is asked."""
+    if len(value) >= SHORTEST_HIDDEN:
+        _hidden[value] = shown
+
+
+def concealed(text: str) -> str:
+    """``text`` with the interpolation in the place of every value that came from the environment."""
+    for value in sorted(_hidden, key=len, reverse=True):
+        text = text.replace(value, _hidden[value])
+    return text
+
+
 class MgpuError(Exception):
     """Base of every error that is told to the user in one line."""
 

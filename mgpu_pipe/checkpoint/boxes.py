@@ -73,7 +73,12 @@ def tiling_fault(global_shape: Sequence[int], boxes: Sequence[Box]) -> str | Non
         for offset, size, limit in zip(box.offsets, box.shape, global_shape, strict=True):
             if offset < 0 or size < 0 or offset + size > limit:
                 return f"{box.key} of shape {list(box.shape)} leaves the tensor of shape {list(global_shape)}"
-    overlap = _first_overlap(len(global_shape), boxes)
+    if 0 not in global_shape and not all(box.volume for box in boxes):
+        return f"one of its {len(boxes)} boxes holds nothing"
+    try:
+        overlap = None if 0 in global_shape else _first_overlap(list(boxes), range(len(global_shape)))
+    except _TooEntangled:
+        return f"its {len(boxes)} boxes are cut in no way that a strategy cuts"
     if overlap:
         return f"{overlap[0].key} and {overlap[1].key} overlap"
     covered, volume = sum(box.volume for box in boxes), prod(global_shape)
@@ -82,16 +87,50 @@ def tiling_fault(global_shape: Sequence[int], boxes: Sequence[Box]) -> str | Non
     return None
 
 
-def _first_overlap(dims: int, boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Sweep along the dim with the most cuts: only boxes that are open at the same place there are compared."""
-    if dims == 0:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    dim = max(range(dims), key=lambda d: len({box.offsets[d] for box in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-        active = [other for other in active if other.offsets[dim] + other.shape[dim] > box.offsets[dim]]
-        for other in active:
-            if other.intersection(box):
-                return other, box
-        active.append(box)
+class _TooEntangled(Exception):
+    """Many boxes that no straight cut separates."""
+
+
+MOST_ENTANGLED = 512
+"""Boxes that are compared pair by pair. What strategies cut falls apart by straight cuts, one dim after another."""
+MOST_LOOKS = 64
+"""Times that a box may be looked at: cuts that lie in one another."""
+
+
+def _first_overlap(boxes: list[Box], dims: Sequence[int]) -> tuple[Box, Box] | None:
+    """Two boxes that overlap; None if none do. Straight cuts part the boxes until few are left together.
+
+    Raises:
+        _TooEntangled: more are left together than are compared, or parting them takes too many cuts.
+    """
+    left = [boxes]
+    looks = MOST_LOOKS * len(boxes) + MOST_ENTANGLED
+    while left:
+        together = left.pop()
+        looks -= len(together)
+        parts = next((parts for dim in dims if len(parts := _parted(together, dim)) > 1), None)
+        if parts is not None:
+            left += [part for part in parts if len(part) > 1]
+            if looks < 0:
+                raise _TooEntangled
+        elif len(together) > MOST_ENTANGLED:
+            raise _TooEntangled
+        else:
+            looks -= len(together) ** 2 // MOST_ENTANGLED
+            for index, box in enumerate(together):
+                for other in together[:index]:
+                    if not dims or other.intersection(box):
+                        return other, box
     return None
+
+
+def _parted(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """The boxes in groups that a straight cut across ``dim`` separates."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda one: (one.offsets[dim], one.shape[dim])):
+        if box.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[dim] + box.shape[dim])
+    return groups

@@ -13,10 +13,11 @@ import yaml
 
 from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord
-from mgpu_pipe.checkpoint.integrity import MAX_SMALL_FILE_BYTES, Verify, hashing_pool, read_state
+from mgpu_pipe.checkpoint.integrity import Verify, hashing_pool, read_state
 from mgpu_pipe.checkpoint.manifest import Manifest, read_manifest
 from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, parse_yaml
 from mgpu_pipe.errors import CheckpointError, RunFolderError
 
 
@@ -62,6 +63,7 @@ def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
     folder = source.expanduser()
     if not folder.is_dir():
         raise RunFolderError(f"{source}: no such folder; give a run's folder or one of its checkpoints/step-*")
+    layout.refuse_links(folder)
     name = layout.parse_folder_name(folder.name)
     if name is not None or (folder / layout.MANIFEST).exists():
         if name is not None and name[1] in (layout.PARTIAL, layout.DELETING):
@@ -87,6 +89,8 @@ def look_at(step: int, folder: Path, verify: Verify) -> Step:
     Args:
         verify: ``full`` hashes every chunk of every file, ``size`` looks at the files' sizes.
     """
+    if folder.is_symlink():
+        return Step(step, folder, None, 0, (layout.is_a_link(folder),))
     try:
         saved = (folder / layout.MANIFEST).stat().st_mtime if (folder / layout.MANIFEST).is_file() else None
         nbytes = sum(file.lstat().st_size for file in folder.iterdir() if file.is_file())
@@ -160,12 +164,9 @@ def _chunk_faults(path: Path, record: FileRecord, first: int, end: int) -> list[
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        return _mapping(yaml.load(files.read_file(folder / layout.CONFIG, MAX_SMALL_FILE_BYTES), _Loader))
+        return _mapping(parse_yaml(files.read_file(folder / layout.CONFIG, MAX_CONFIG_BYTES)))
     except (CheckpointError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-
-
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def _mapping(value: object) -> dict[str, Any]:

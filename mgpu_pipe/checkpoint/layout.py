@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from mgpu_pipe.checkpoint import files
+from mgpu_pipe.errors import CheckpointError
 
 FORMAT_VERSION = 1
 KINDS = ("model", "optimizer")
@@ -58,6 +59,20 @@ def committed(root: Path) -> dict[int, Path]:
         if suffix == "" or (suffix == REPLACED and step not in found):
             found[step] = path
     return found
+
+
+def refuse_links(run: Path) -> None:
+    """Refuse a run whose ``checkpoints`` are somewhere else.
+
+    Raises:
+        CheckpointError: names the link.
+    """
+    if (run / "checkpoints").is_symlink():
+        raise CheckpointError(is_a_link(run / "checkpoints"))
+
+
+def is_a_link(folder: Path) -> str:
+    return f"{folder}: is a symbolic link, which is not followed out of a run; give the folder that it leads to"
 
 
 def clean(root: Path) -> None:

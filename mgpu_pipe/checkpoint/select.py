@@ -34,6 +34,8 @@ def inspect(folder: Path, verify: Verify, step: int | None = None) -> Checkpoint
         step: the step that the folder's name says, where it says one.
     """
     try:
+        if folder.is_symlink():
+            raise CheckpointError(layout.is_a_link(folder))
         manifest = check_folder(folder, verify)
         read_state(folder, manifest, verify)
         if step is not None and manifest.step != step:
@@ -109,6 +111,7 @@ def resolve_source(
         if not info.valid:
             raise CheckpointError(f"{key}={source}: {info.reason}; give another step or the run's folder")
         return path
+    layout.refuse_links(path)
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = layout.committed(root)
     if not steps:

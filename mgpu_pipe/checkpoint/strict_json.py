@@ -36,9 +36,9 @@ def parse(data: bytes, where: str) -> Any:
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        double = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the name {double!r} stands there twice")
+        seen: set[str] = set()
+        double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {double[:80]!r} stands there twice")
     return found
 
 

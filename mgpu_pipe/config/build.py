@@ -42,7 +42,7 @@ def check_target(
     errors = _nested_errors(node, arguments_key)
     target = node[TARGET]
     try:
-        signature = _judge(target, base, where)
+        signature = check_class(target, base, where)
     except ConfigError as error:
         return [error, *errors]
     if signature is not None and not errors:
@@ -105,8 +105,12 @@ def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> 
         raise ConfigErrors([ConfigError(f"{key}.{TARGET}", node[TARGET], fix, "cannot be built")]) from error
 
 
-def _judge(target: str, base: str, where: str) -> Signature | None:
-    """Check that ``target`` is a subclass of ``base``, by source if possible; its signature, None if unknown."""
+def check_class(target: str, base: str, where: str) -> Signature | None:
+    """Check that ``target`` is a subclass of ``base``, by source if possible; its signature, None if unknown.
+
+    Raises:
+        ConfigError: it is not; ``where`` is the key named in it.
+    """
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         raise ConfigError(where, target, f"give the whole dotted path of a subclass of {base}")
     try:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config import resolvers
+from mgpu_pipe.config import hydra_node, resolvers
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import plain_values
+from mgpu_pipe.config.plugins import installed_modules_alone
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
@@ -130,9 +131,11 @@ def preprocess_checked(
 
     from mgpu_pipe.config.overrides import check_overrides
 
+    hydra_node.typed_on_command_line(arguments)
     search_path = [item for item in arguments if item.lstrip("+").startswith("hydra.searchpath=")]
     loader: Any = hydra.config_loader
     with composition_errors():  # once, for the loader's public look-up reads the primary configuration every time
+        hydra_node.check_search_path(loader, config_name)
         _, repository = loader._parse_overrides_and_create_caching_repo(config_name, search_path)
 
     def lookup(group: str) -> tuple[list[str], list[str]]:
@@ -180,9 +183,16 @@ def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> It
 
 
 def register() -> None:
-    """Give Hydra the schema's defaults, under which every key can be set without ``+``, and the resolvers."""
-    from hydra.core.config_store import ConfigStore
+    """Give Hydra the schema's defaults, under which every key can be set without ``+``, and the resolvers.
 
+    Hydra scans its plug-ins here, those that are installed alone, and every composition is checked from now on.
+    """
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+
+    with installed_modules_alone():
+        Plugins.instance()
+    hydra_node.install_guard()
     resolvers.register()
     ConfigStore.instance().store(name=SCHEMA_NODE, node=to_plain(RunConfig()), provider="mgpu_pipe")
 

@@ -20,6 +20,8 @@ from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 T = TypeVar("T")
+MOST_ERRORS = 40
+"""Unknown keys that are told; a file of a hundred thousand of them would keep the search for likely ones busy."""
 Errors = list[ConfigError]
 
 
@@ -121,7 +123,8 @@ def _dataclass(cls: Any, mapping: Any, path: str, errors: Errors) -> Any:
     for name, value in mapping.items():
         key = _join(path, name)
         if name not in types_of:
-            errors.append(unknown_key(key, _shown(value)))
+            if len(errors) < MOST_ERRORS:
+                errors.append(unknown_key(key, _shown(value)))
             continue
         converted = _value(types_of[name], value, key, errors)
         if converted is not REFUSED:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
-from mgpu_pipe.config import compose
+from mgpu_pipe.config import compose, hydra_node
 from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.convert import all_keys, unknown_key
 from mgpu_pipe.errors import BadInputError, ConfigErrors
@@ -60,6 +60,7 @@ def answer(parsed: argparse.Namespace) -> None:
 
     version.setbase(compose.HYDRA_VERSION)
     compose.register()
+    hydra_node.typed_on_command_line(parsed.overrides)
     logging.raiseExceptions = False  # Hydra answers through logging, which would trace a reader that left
     if not (parsed.shell_completion or parsed.hydra_help):
         with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:

@@ -7,6 +7,7 @@ knows the interpolation it came from; whatever is written shows that interpolati
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import ConfigError, hide
 
 MISSING = "???"
 HYDRA_NODE = "hydra"
@@ -78,7 +79,13 @@ def _plain(node: DictConfig | ListConfig, path: str, errors: list[ConfigError]) 
 def _mark_environment(values: dict[str, Any], config: DictConfig) -> None:
     """Find what depends on the environment by resolving once more with another environment."""
     sentinel = uuid.uuid4().hex
-    OmegaConf.register_new_resolver("oc.env", lambda *_: sentinel, replace=True)
+
+    def other_environment(name: str, *_: object) -> str:
+        if name in os.environ:
+            hide(os.environ[name], f"${{oc.env:{name}}}")
+        return sentinel
+
+    OmegaConf.register_new_resolver("oc.env", other_environment, replace=True)
     try:
         other = _plain(config, "", [])
     finally:
@@ -123,3 +130,8 @@ def escaped(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [escaped(item) for item in value]
     return value
+
+
+def unescaped(text: str) -> str:
+    """A text as :func:`escaped` was given it; an interpolation in it stays as it is written."""
+    return re.sub(r"(\\+)\$\{", lambda found: "\\" * (len(found[1]) // 2) + "${", text)

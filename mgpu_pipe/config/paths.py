@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+
+from mgpu_pipe.errors import ConfigError
+
+CACHE_CONTENT = {"fingerprints", "tokenizers", "tokens", "extensions", "configurations"}
+"""What the folder of cached data holds."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +79,26 @@ def cache_folder(configured: str | None) -> Path:
     if chosen:
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mgpu_pipe"
+
+
+def private_folder(folder: Path) -> None:
+    """Make the folder of cached data, for this user alone, or check that nobody else can write into the one there is.
+
+    Raises:
+        ConfigError: it belongs to somebody else, or others may write into it.
+        OSError: it cannot be made.
+    """
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(20, "this is a file", str(folder))
+    if status.st_uid != os.geteuid():
+        raise ConfigError("data.cache_dir", folder, "give a folder of your own, or set MGPU_PIPE_CACHE to one",
+                          "the cache belongs to another user")  # fmt: skip
+    if status.st_mode & 0o077 and {entry.name for entry in folder.iterdir()} <= CACHE_CONTENT:
+        folder.chmod(0o700)
+    elif status.st_mode & 0o022:
+        raise ConfigError("data.cache_dir", folder, "make it yours alone (chmod 700), or give another folder",
+                          "others can write into the cache")  # fmt: skip

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -36,3 +40,18 @@ def load(key: str, name: str, group: str) -> Any:
     except Exception as error:  # a stranger's module may raise anything
         reason = f"the entry point {points[name].value} cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(key, name, "correct that package", " ".join(reason.split())[:LONGEST]) from error
+
+
+@contextmanager
+def installed_modules_alone() -> Iterator[None]:
+    """Import without the working folder, which may be somebody else's: only a `_target_` brings code from there."""
+    try:
+        here = {"", os.getcwd()}
+    except FileNotFoundError:
+        here = {""}
+    before = list(sys.path)
+    sys.path[:] = [entry for entry in before if entry not in here]
+    try:
+        yield
+    finally:
+        sys.path[:] = before

@@ -6,10 +6,14 @@ import difflib
 from collections.abc import Iterable
 
 CUTOFF = 0.6
+LONGEST_WORD = 120
+"""Nothing longer is a slip of the fingers, and comparing takes quadratic time."""
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = CUTOFF) -> str | None:
     """The option most like ``word``, or None where none is like it."""
+    if len(word) > LONGEST_WORD:
+        return None
     found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return found[0] if found else None
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.hardware import cpu_cores
-from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import packing, unigram
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
@@ -139,7 +139,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> PreparedData
     cache = cache_folder(config.data.cache_dir).absolute()
     told = progress or no_progress
     with writing_to_cache(cache):
-        cache.mkdir(parents=True, exist_ok=True)
+        private_folder(cache)
         return _prepare(config, cache, told)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, read_bytes
 from mgpu_pipe.errors import ModelFolderError
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
@@ -22,7 +22,7 @@ FILES = (
 def chat_template(folder: Path) -> str | None:
     """The chat template of a tokenizer folder, in any of the three places where transformers keeps it."""
     if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
+        return read_bytes(folder / TEMPLATE, MAX_CONFIG_BYTES).decode("utf-8")
     for name in ("chat_template.json", CONFIG):
         if (folder / name).is_file():
             found = json_file(folder / name).get("chat_template")
@@ -82,7 +82,7 @@ def json_file(path: Path) -> dict[str, Any]:
         ModelFolderError: it cannot be read, or is something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path}: is not readable JSON: {error}") from error
     if not isinstance(value, dict):

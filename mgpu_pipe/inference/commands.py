@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.arguments import VerbParser, byte_size, non_negative, positive_int, share
+from mgpu_pipe.config.foreign import foreign_data
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, MgpuError, one_line
 from mgpu_pipe.inference.load import LoadedRun, existing_folder, load_run, open_model
 from mgpu_pipe.runs.newest import named_or_newest, split_root
 
@@ -114,7 +115,7 @@ def _told(action: Callable[[], None]) -> int:
         action()
     except MgpuError as error:
         for one in error.errors if isinstance(error, ConfigErrors) else [error]:
-            print("error:", " ".join(str(one).split()), file=sys.stderr)
+            print("error:", one_line(one), file=sys.stderr)
         return error.exit_code
     return EXIT_OK
 
@@ -187,7 +188,9 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
         raise BadInputError(f"{strange[0]}: eval takes data overrides only, e.g. data.validation_paths=[held_out.txt]")
     if run.config is None:
         return compose(["model=hf", f"model.path={run.source.absolute()}", *overrides])[0]
-    return replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
+    given = {text.lstrip("+").split("=")[0] for text in overrides}
+    config = replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
+    return config if run.own else replace(config, data=foreign_data(config.data, given))
 
 
 def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
@@ -207,6 +210,8 @@ def _prepared(run: LoadedRun, config: RunConfig) -> PreparedData:
     from mgpu_pipe.data.prepare import prepare
 
     kept = run.tokenizer_folder
+    if not run.own and kept is None and config.data.source != "synthetic" and config.data.tokenizer == "auto":
+        raise ConfigError("data.tokenizer", "auto", "give data.tokenizer=<folder>", f"{run.source} keeps no tokenizer")
     changed = run.config is None or config is not run.config
     if not changed or kept is None:
         prepared = prepare(config)
@@ -227,7 +232,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             raise BadInputError("--prompt: give a text to continue, or pipe one into standard input")
         prompts = [sys.stdin.read().removesuffix("\n")]
     run = _open(arguments)
-    from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.generation import generate_text, without_controls
 
     texts = generate_text(
         run.model, run.tokenizer(), prompts, max_new_tokens=arguments.max_new_tokens,
@@ -236,7 +241,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             print("---")
-        print(prompt + text)
+        print(prompt + (without_controls(text) if sys.stdout.isatty() else text))
 
 
 def _export(arguments: argparse.Namespace) -> None:

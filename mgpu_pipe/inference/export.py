@@ -146,7 +146,8 @@ def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path)
     package = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        bound([sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder)]),
+        bound([sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder.absolute())]),
+        cwd=folder,  # python -m imports from the working folder first, and that may be somebody else's
         input=save({"input_ids": ids, "logits": logits}), capture_output=True,
         env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip

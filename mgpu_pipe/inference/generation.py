@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mgpu_pipe.config.plain_files import check_folder
+from mgpu_pipe.data.tokenizer_folder import FILES, json_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.rotary import length_at_hand
 
@@ -24,15 +27,24 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    check_folder(folder)
+    for name in FILES:
+        if name.endswith(".json") and (folder / name).is_file():
+            json_file(folder / name)
     try:
         if (folder / "config.json").is_file():
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         else:
             loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the libraries raise nothing narrower
         raise BadInputError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
     tokenizer: PreTrainedTokenizerBase = loaded
     return tokenizer
+
+
+def without_controls(text: str) -> str:
+    """``text`` without control characters but line breaks and tabs: a terminal would follow what a model writes."""
+    return "".join("\ufffd" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text)
 
 
 def generate_text(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.freeze import load as load_frozen
+from mgpu_pipe.config.freeze import load_foreign
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import NotPlainError, check_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import BadInputError
 
@@ -35,6 +37,8 @@ class LoadedRun:
     """The run's frozen configuration; None for a Hugging Face folder."""
     step: int | None
     """Optimizer steps behind the weights; None for a Hugging Face folder."""
+    own: bool = True
+    """This user's launches wrote the configuration: the files that it names are theirs."""
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer.
@@ -66,6 +70,8 @@ class StoredModel:
     """The model's own configuration does not say where texts end: the tokenizer does."""
     maker: Path | None = None
     """The Hugging Face folder that the model was made from; None for one that was made from its type."""
+    own: bool = True
+    """As of :class:`LoadedRun`."""
 
 
 def load_run(path: Path | str, device: torch.device | str = "cpu") -> LoadedRun:
@@ -110,7 +116,7 @@ def _load_checkpoint(folder: Path, device: torch.device | str) -> LoadedRun:
     model = materialise_empty(stored.model, "cpu")
     reader.read([_whole(name, parameter.data) for name, parameter in model.named_parameters()], "model")
     model.to(device)  # type: ignore[arg-type]
-    return LoadedRun(model.eval(), stored.source, stored.tokenizer_folder, stored.config, stored.step)
+    return LoadedRun(model.eval(), stored.source, stored.tokenizer_folder, stored.config, stored.step, stored.own)
 
 
 def open_model(path: Path | str) -> StoredModel:
@@ -145,15 +151,20 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
-    from mgpu_pipe.models.build import build_meta
-    from mgpu_pipe.models.settings import model_settings, require_model_settings
+    from mgpu_pipe.models.build import at_most, build_meta
+    from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings
 
     step_folder = resolve_source(folder, key="folder")
-    config = load_frozen(step_folder / "config.yaml")
-    model = _with_buffers(build_meta(config.model))
+    config, own = load_foreign(step_folder / "config.yaml")
     reader = CheckpointReader(step_folder)
+    says_where_texts_end = config.model.path is not None
+    if not own and config.model.path is not None:
+        config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
+    with at_most(len(reader.names("model"))):
+        model = build_meta(config.model)
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
+    model = _with_buffers(model)
     first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     stored_as = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())
@@ -168,7 +179,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)
     maker = None if config.model.path is None else Path(config.model.path).expanduser()
     return StoredModel(
-        model, read, step_folder, tokenizer, config, reader.manifest.step, maker is None, maker
+        model, read, step_folder, tokenizer, config, reader.manifest.step, not says_where_texts_end, maker, own
     ), reader
 
 
@@ -188,5 +199,15 @@ def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:
-    has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-    return folder if has_one else None
+    """The folder if it holds a tokenizer.
+
+    Raises:
+        NotPlainError: something in it is no plain file of its own.
+    """
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not any(os.path.lexists(folder / name) for name in names):
+        return None
+    if folder.is_symlink():
+        raise NotPlainError(f"{folder}: is a symbolic link; put a copy of the folder there")
+    check_folder(folder)
+    return folder

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mgpu_pipe.config.freeze import load
+from mgpu_pipe.config.freeze import load_foreign
 from mgpu_pipe.config.mathematics import Difference, Kind, differences, kind_of
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, NotPlainError, read_bytes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.runs.newest import runs_in
@@ -59,7 +60,7 @@ def _differences(config: RunConfig, run: Path) -> list[Difference]:
     """What of the mathematics differs between ``config`` and any attempt of ``run``; an unreadable one does."""
     for path in (RunPaths(run).config, *(path for _, path in attempts(run))):
         try:
-            found = differences(config, load(path))
+            found = differences(config, load_foreign(path)[0])
         except BadInputError:
             return [("config.yaml", "readable", "not readable")]
         if found:
@@ -70,8 +71,9 @@ def _differences(config: RunConfig, run: Path) -> list[Difference]:
 def _has_values(run: Path, swept: Iterable[str]) -> bool:
     """Whether ``run`` was launched with all of these overrides."""
     try:
-        given = {line.strip().lstrip("+") for line in RunPaths(run).overrides.read_text(encoding="utf-8").splitlines()}
-    except (OSError, UnicodeDecodeError):
+        text = read_bytes(RunPaths(run).overrides, MAX_CONFIG_BYTES).decode("utf-8")
+        given = {line.strip().lstrip("+") for line in text.splitlines()}
+    except (OSError, UnicodeDecodeError, NotPlainError):
         given = set()
     return {override.lstrip("+") for override in swept} <= given
 

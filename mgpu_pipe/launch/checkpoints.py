@@ -14,7 +14,7 @@ from mgpu_pipe.checkpoint.retention import best, followed, kept
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, CheckpointError, RunFolderError
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, CheckpointError, RunFolderError, one_line
 from mgpu_pipe.launch.lock import RunLock
 from mgpu_pipe.runs.newest import ROOT_KEY, named_or_newest, split_root
 
@@ -111,7 +111,7 @@ def _report_damage(steps: Sequence[Step]) -> int:
     """Name every fault on stderr; the exit code."""
     for one in steps:
         for fault in one.faults:
-            print("damaged:", " ".join(fault.split()), file=sys.stderr)
+            print("damaged:", one_line(fault), file=sys.stderr)
     return EXIT_OK if all(one.whole for one in steps) else EXIT_FAILURE
 
 

@@ -85,7 +85,9 @@ def _git() -> dict[str, object]:
     found = _output("git", "rev-parse", "HEAD")
     if not found:
         return {}
-    return {"commit": found, "dirty": bool(_output("git", "status", "--porcelain", "--untracked-files=no"))}
+    status = ("status", "--porcelain", "--untracked-files=no")
+    changed = _output("git", "-c", "core.fsmonitor=false", *status)  # which would run a program of the folder's choice
+    return {"commit": found, "dirty": bool(changed)}
 
 
 def _output(*command: str) -> str:

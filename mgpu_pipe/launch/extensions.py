@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from mgpu_pipe.child import bound
-from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
@@ -42,6 +42,7 @@ def prepare_extensions(config: RunConfig) -> None:
     if strategy.engine != ENGINE or strategy.offload != "nvme":
         return
     folder = extension_folder(config)
+    private_folder(cache_folder(config.data.cache_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         if not (folder / READY).exists():

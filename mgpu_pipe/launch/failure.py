@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, CheckpointSaveError, MgpuError, NonFiniteError, WorkerError
+from mgpu_pipe.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    CheckpointSaveError,
+    MgpuError,
+    NonFiniteError,
+    WorkerError,
+    concealed,
+)
 from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
 
 TAIL_LINES = 25
@@ -63,7 +71,7 @@ def error_record(error: BaseException, rank: int) -> dict[str, object]:
     """What the launcher is told of an error; its texts are cut to what a pipe takes at once."""
     record: dict[str, object] = {
         "type": type(error).__name__,
-        "message": (str(error) or type(error).__name__)[:LONGEST_MESSAGE],
+        "message": concealed(str(error) or type(error).__name__)[:LONGEST_MESSAGE],
         "exit_code": EXIT_FAILURE,
         "rank": rank,
         "time": time.time(),
@@ -71,8 +79,8 @@ def error_record(error: BaseException, rank: int) -> dict[str, object]:
         "follows": False,
     }
     if isinstance(error, MgpuError):
-        return {**record, **json.loads(error.to_json())}
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return {**record, **json.loads(error.to_json()), "message": concealed(str(error))}
+    trace = concealed("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     return {**record, "traceback": trace[-LONGEST_TRACEBACK:], "follows": follows_a_peers_end(error)}
 
 

@@ -15,7 +15,7 @@ from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import world_size
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, one_line
 from mgpu_pipe.launch import finish, run_folder
 from mgpu_pipe.launch.again import Asked, line_for
 from mgpu_pipe.launch.environment import describe_environment
@@ -182,11 +182,11 @@ def announce_resume(config: RunConfig, prepared: PreparedData, paths: RunPaths, 
     run_length(config, prepared)
     if step is not None:
         for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
-            print(f"note: {notice}", file=sys.stderr)
+            print(f"note: {one_line(notice)}", file=sys.stderr)
         print(f"resuming from {step}", file=sys.stderr, flush=True)
     elif config.checkpoint.init_from is not None:
         for notice in check_init_from(config, prepared):
-            print(f"note: {notice}", file=sys.stderr)
+            print(f"note: {one_line(notice)}", file=sys.stderr)
 
 
 def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from mgpu_pipe.config.plain_files import read_bytes
 from mgpu_pipe.errors import RunFolderError
 
 BEAT_S = 4.0
@@ -30,6 +31,8 @@ WAIT_S = 30.0
 """How long a launcher waits for the workers of one that died, or for one that is stopping."""
 LOOK_S = 0.1
 RECORD_BYTES = 512
+LARGEST = 1 << 16
+"""Bytes of a lock file that can be right."""
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 Record = dict[str, object]
@@ -65,7 +68,7 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         try:
-            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         except OSError as error:
             raise self._not_writable(error) from error
         try:
@@ -230,7 +233,7 @@ def process_identity(pid: int) -> str:
 def _read(path: Path) -> Record:
     """The lease as it is now (opened anew: that is when NFS looks); empty if nobody holds it."""
     try:
-        text = path.read_bytes().decode("utf-8", "replace").strip()
+        text = read_bytes(path, LARGEST).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return {}
     if not text:

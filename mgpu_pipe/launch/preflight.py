@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from mgpu_pipe.config.hardware import gpu_count, torch_has_cuda
 from mgpu_pipe.config.joined_world import joined_processes
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
 from mgpu_pipe.config.plugins import OBJECTIVES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import range_errors, relation_errors, value_errors, world_size
@@ -168,14 +168,14 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
     if not file.is_file():
         return None, None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(file, MAX_JSON_BYTES), file)
         vocabulary = content["model"]["vocab"]
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
         ids += [token["id"] for token in content.get("added_tokens") or []]
         settings = file.with_name(CONFIG)
         made_for = json_file(settings).get(MODEL_VOCABULARY) if settings.is_file() else None
         return int(max(ids)) + 1, made_for if isinstance(made_for, int) else None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json",
                           f"cannot be read ({type(error).__name__})") from error
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.config.freeze import freeze, load
+from mgpu_pipe.config.freeze import freeze, load_foreign, remember
 from mgpu_pipe.config.mathematics import mathematics_hash
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -160,7 +160,7 @@ def completed(folder: RunFolder, config: RunConfig) -> bool:
     if config.trainer.max_steps is not None:
         reached = summary.get("max_steps", summary.get("step"))  # a callback may have ended it before its limit
         return isinstance(reached, int) and config.trainer.max_steps <= reached
-    before = load(folder.paths.config).trainer
+    before = load_foreign(folder.paths.config)[0].trainer
     return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
 
@@ -207,6 +207,7 @@ def record_launch(
     A summary of an earlier launch goes: from now on it is not how the run ended.
     """
     freeze(config, paths.config)
+    remember(paths.config)
     _write_overrides(paths, overrides)
     _record_environment(paths, config, environment)
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes, replace_text
 
 if TYPE_CHECKING:
     from mgpu_pipe.launch.distributed import World
@@ -17,16 +17,14 @@ if TYPE_CHECKING:
 def read_summary(paths: RunPaths) -> dict[str, object]:
     """The run's summary; empty where it has none yet, or none that can be read."""
     try:
-        summary = json.loads(paths.summary.read_text(encoding="utf-8"))
+        summary = parse_json(read_bytes(paths.summary, MAX_JSON_BYTES), paths.summary)
     except (FileNotFoundError, ValueError):
         return {}
     return summary if isinstance(summary, dict) else {}
 
 
 def write_summary(paths: RunPaths, summary: Mapping[str, object]) -> None:
-    partial = paths.summary.with_suffix(".json.partial")
-    partial.write_text(json.dumps(summary, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(partial, paths.summary)
+    replace_text(paths.summary, json.dumps(summary, indent=2, default=str) + "\n")
 
 
 def write_finished(

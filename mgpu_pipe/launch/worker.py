@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from mgpu_pipe.config.paths import RunPaths, cache_folder
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.failure import write_error
 from mgpu_pipe.launch.leave import leave
@@ -69,9 +69,10 @@ def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
     write_error(paths.rank_error(rank), error, rank)
     with suppress(OSError):  # a full disk takes no log either
         if isinstance(error, MgpuError):
-            print(f"error: rank {rank}: {error}", file=sys.stderr)
+            print(f"error: rank {rank}: {concealed(str(error))}", file=sys.stderr)
         else:
-            traceback.print_exception(type(error), error, error.__traceback__)
+            trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            print(concealed(trace), end="", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(getattr(error, "exit_code", 1))

@@ -14,7 +14,7 @@ from torch import nn
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.fields import check_model_config
-from mgpu_pipe.models.folder import check_model_folder, read_config_json
+from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
 from mgpu_pipe.models.parts import PartOf, fill_parameters
@@ -22,6 +22,16 @@ from mgpu_pipe.models.parts import PartOf, fill_parameters
 REFUSALS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError,
             StrictDataclassError)  # fmt: skip
 """What transformers raises on fields that do not fit together; it has no class of its own for that."""
+
+NOT_FOLLOWED = {
+    "auto_map", "custom_pipelines", "quantization_config", "compression_config", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
+    "_experts_implementation_internal", "name_or_path", "_name_or_path", "use_kernels",
+}  # fmt: skip
+"""What a folder's config.json may not decide: code and kernels to be fetched and run, other folders."""
+MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
+"""Modules that a model may have for each tensor of its weights, and always."""
+LEAST_ELEMENTS = 1 << 20
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -42,9 +52,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     check_model_config(model)
     fields: dict[str, Any] = {}
     if model.path is not None:
-        fields.update(read_config_json(Path(model.path).expanduser()))
-        for remote in ("auto_map", "quantization_config"):
-            fields.pop(remote, None)
+        fields.update(_without(NOT_FOLLOWED, read_config_json(Path(model.path).expanduser())))
     model_type = str(fields.pop("model_type", None) or model.type)
     for name, value in model.config.items():
         fields[name] = {**fields[name], **value} if _both_mappings(fields.get(name), value) else value
@@ -151,7 +159,9 @@ def load_pretrained(
     folder = Path(model.path).expanduser()
     check_model_folder(folder)
     config = model_config(settings or model)
-    meta = _build_meta(config, model)
+    with at_most(stored_tensors(folder)):
+        meta = _build_meta(config, model)
+    _check_elements(folder, meta)
     result: Any = type(meta).from_pretrained(
         str(folder), config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False,
         dtype=torch.float32, attn_implementation=meta.config._attn_implementation, output_loading_info=True,
@@ -162,6 +172,50 @@ def load_pretrained(
     freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
     return trained
+
+
+@contextmanager
+def at_most(tensors: int) -> Iterator[None]:
+    """Refuse to go on with a model of far more parts than its weights have ``tensors``: it would never be built.
+
+    Raises:
+        ModelFolderError: it has.
+    """
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    most, made = LEAST_MODULES + MODULES_A_TENSOR * tensors, 0
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ModelFolderError(
+                f"the configuration describes more than {most:,} modules, the weights hold {tensors:,} tensors: they "
+                "do not belong together; look at its numbers of layers and experts"
+            )
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _check_elements(folder: Path, model: PreTrainedModel) -> None:
+    """Tensors that the weights lack, or hold in another shape, are made at full size before anything is told."""
+    described, stored = sum(tensor.numel() for tensor in model.parameters()), stored_elements(folder)
+    if described > 2 * stored + LEAST_ELEMENTS:
+        raise ModelFolderError(
+            f"model.path={folder}: config.json describes {described:,} parameters, the weights hold {stored:,}; "
+            "check config.json and the model.config overrides"
+        )
+
+
+def _without(names: set[str], value: Any) -> Any:
+    """A copy of nested mappings without these keys."""
+    if isinstance(value, Mapping):
+        return {key: _without(names, item) for key, item in value.items() if key not in names}
+    return value
 
 
 def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:

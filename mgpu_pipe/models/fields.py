@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ SET_ELSEWHERE = {
 """Fields of every configuration class that this program sets by a key of its own."""
 WIDTH_IS_HEADS = {"gpt2", "llama", "mistral", "mixtral", "qwen2"}
 """Types whose head size, where it is not given, is hidden_size / num_attention_heads."""
+COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
+MOST_PARTS, MOST = 1 << 16, 1 << 28
+"""Largest number of parts, and of anything else, that a model's configuration may give."""
 PRIMITIVES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "list": (list,), "dict": (dict,),
     "tuple": (list, tuple), "None": (type(None),),
@@ -74,6 +77,7 @@ def check_model_config(model: ModelConfig) -> None:
     if known is not None:
         errors = [error for name, value in model.config.items() for error in _check_field(known, name, value)]
         errors += [] if errors else _check_heads(resolved_fields(model), known.attribute_map)
+    errors += [] if errors else _check_sizes(resolved_fields(model), model)
     if errors:
         raise ConfigErrors(errors)
 
@@ -151,6 +155,25 @@ def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> lis
         reason = f"not a multiple of {heads_key}={heads}"
         errors.append(ConfigError(width_key, width, f"use {max(width // heads, 1) * heads}", reason))
     return errors
+
+
+def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInputError]:
+    """Numbers that no model has: transformers would build lists and modules of that length before it notices."""
+    for name, value in _numbers(fields, ""):
+        most = MOST_PARTS if any(word in name.rpartition(".")[2] for word in COUNTS_PARTS) else MOST
+        if abs(value) > most:
+            key = f"model.config.{name}" if model.path is None or name in model.config else f"model.path={model.path}"
+            shown = value if model.path is None or name in model.config else f"{name} {value}"
+            return [ConfigError(key, shown, f"use at most {most:,}", "no model is that large")]
+    return []
+
+
+def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _numbers(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        yield path, value
 
 
 def _positive(value: object) -> bool:

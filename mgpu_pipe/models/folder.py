@@ -6,18 +6,24 @@ dtype, shape and byte range (https://github.com/huggingface/safetensors#format).
 
 from __future__ import annotations
 
-import json
 import struct
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, check_folder, check_plain, parse_json, read_bytes
 from mgpu_pipe.errors import ModelFolderError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+ADAPTER = "adapter_config.json"
+MAX_HEADER_BYTES = 32 << 20
+"""Some 300,000 tensors; the format's own limit is 100 MB."""
+DTYPE_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
+    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
 LEAST_SHARE_USED = 0.9
 """Models pad their vocabulary (by 2 % at most in published ones); fewer used rows than this is another tokenizer."""
 
@@ -38,6 +44,11 @@ def check_model_folder(
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ModelFolderError(f"model.path={path}: no such folder; give a local Hugging Face model folder")
+    check_folder(folder)  # transformers opens what it finds there by itself
+    if (folder / ADAPTER).exists():
+        raise ModelFolderError(
+            f"model.path={folder}: {ADAPTER} names other weights, which are not followed; give one of whole weights"
+        )
     config = read_config_json(folder)
     if (folder / WEIGHTS).is_file():
         read_header(folder / WEIGHTS)
@@ -47,6 +58,18 @@ def check_model_folder(
         raise _no_weights(folder)
     if tokenizer_vocab_size is not None:
         check_vocabulary(folder, config, tokenizer_vocab_size, made_for)
+
+
+def stored_elements(folder: Path) -> int:
+    """Numbers that the folder's weights hold, by their headers; for a folder that was checked."""
+    return sum(
+        prod(entry["shape"]) for name in weight_files(folder) for entry in read_header(folder / name).values()
+    )
+
+
+def stored_tensors(folder: Path) -> int:
+    """How many tensors the folder's weights are; for a folder that was checked."""
+    return sum(len(read_header(folder / name)) for name in weight_files(folder))
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -90,6 +113,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ModelFolderError: truncated, or not a safetensors file.
     """
+    check_plain(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -100,9 +124,9 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
             raise _damaged(file, "its header has an impossible length")
         raw = stream.read(length)
     try:
-        header = json.loads(raw)
+        header = parse_json(raw, file)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        data = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        data = _data_bytes(entries)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise _damaged(file, "its header is not readable") from None
     if size < 8 + length + data:
@@ -112,14 +136,35 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def _data_bytes(entries: dict[str, dict[str, Any]]) -> int:
+    """Bytes of the tensors, which lie one after another without overlap.
+
+    Raises:
+        ValueError, TypeError, KeyError: an entry that describes nothing that can be.
+    """
+    end = 0
+    for entry in sorted(entries.values(), key=lambda one: list(one["data_offsets"])):
+        begin, stop = entry["data_offsets"]
+        numbers = [begin, stop, *entry["shape"]]
+        if any(type(number) is not int or number < 0 for number in numbers) or begin != end or stop < begin:
+            raise ValueError(entry)
+        bits = DTYPE_BITS.get(entry["dtype"])
+        if bits is not None and prod(entry["shape"]) * bits != (stop - begin) * 8:
+            raise ValueError(entry)
+        end = stop
+    return end
+
+
 def _check_index(folder: Path) -> None:
     index = _read_json(folder / INDEX)
     weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise _damaged(folder / INDEX, "it has no weight_map")
     held: dict[str, set[str]] = {}
     for shard in sorted(set(weight_map.values())):
         file = folder / Path(str(shard)).name
+        if shard != file.name:
+            raise _damaged(folder / INDEX, f"{shard[:80]} is no name of a file in this folder")
         if not file.is_file():
             raise ModelFolderError(
                 f"model.path={folder}: {shard} is missing, which {INDEX} names; copy the whole folder again"
@@ -147,7 +192,7 @@ def _no_weights(folder: Path) -> ModelFolderError:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(file, MAX_JSON_BYTES), file)
     except (ValueError, OSError) as error:
         raise _damaged(file, f"not readable as JSON ({error})") from error
     if not isinstance(content, dict):

@@ -126,7 +126,7 @@ def _adopt_special_tokens(out: Path) -> None:
     """Write the tokenizer's end-of-text id into the folder's configurations, so that ``generate`` stops there."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(out), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(out), local_files_only=True, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         return
     for name in ("config.json", GENERATION):

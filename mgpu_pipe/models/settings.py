@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import CheckpointError
+from mgpu_pipe.models.fields import config_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,6 +23,29 @@ def model_settings(config: PretrainedConfig) -> dict[str, Any]:
     """The configuration's fields, in values that JSON holds."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False), parse_constant=str)
     return {name: value for name, value in sorted(fields.items()) if name not in NOT_MATHEMATICS}
+
+
+def recorded_model(saved: object, folder: Path) -> ModelConfig:
+    """The model that a checkpoint records, without the folder that its configuration named.
+
+    Raises:
+        CheckpointError: the checkpoint does not record its model.
+    """
+    settings = dict(saved) if isinstance(saved, Mapping) else {}
+    kind = settings.pop("model_type", None)
+    known = config_fields(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise CheckpointError(
+            f"{folder}: does not record its model, and the folder that its model.path names is not followed in "
+            "somebody else's run; export the model where it was trained"
+        )
+    fields = {name: _number(value) for name, value in settings.items() if name in known}
+    return ModelConfig(type=str(kind), config=fields)
+
+
+def _number(value: object) -> object:
+    """JSON has no infinity: :func:`model_settings` writes it as a text."""
+    return float(value) if value in ("Infinity", "-Infinity", "NaN") else value  # type: ignore[arg-type]
 
 
 def require_model_settings(saved: object, live: Mapping[str, Any], folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from pathlib import Path
 
 from jinja2 import DictLoader, Environment, StrictUndefined
@@ -16,6 +15,7 @@ from markupsafe import Markup
 
 from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import replace_text
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import page
 from mgpu_pipe.report.charts import charts
@@ -30,14 +30,10 @@ def write_report(runs: list[RunPaths], out: Path) -> Path:
         RunFolderError: a folder is not a run's, or ``out`` cannot be written.
     """
     text = render([load_run(run) for run in runs])
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
+        replace_text(out, text)
     except OSError as error:
         raise RunFolderError(f"{out}: cannot write the report ({error.strerror}); choose another --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return out
 
 

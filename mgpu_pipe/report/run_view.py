@@ -6,7 +6,6 @@ may be missing or broken; what is broken is named in :attr:`RunView.problems`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -19,6 +18,14 @@ import yaml
 
 from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import (
+    MAX_CONFIG_BYTES,
+    MAX_JSON_BYTES,
+    NotPlainError,
+    parse_json,
+    parse_yaml,
+    read_bytes,
+)
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import redact
 from mgpu_pipe.runs.newest import find_runs, is_run_folder
@@ -138,9 +145,9 @@ def load_run(paths: RunPaths) -> RunView:
     if not is_run_folder(paths.root):
         raise RunFolderError(_not_a_run(paths.root))
     view = RunView(paths)
-    view.config_text = _text(paths.config, view.problems)
+    view.config_text = _text(paths.config, view.problems, MAX_CONFIG_BYTES)
     try:
-        loaded = yaml.safe_load(view.config_text)
+        loaded = parse_yaml(view.config_text)
         view.config = loaded if isinstance(loaded, dict) else {}
     except yaml.YAMLError:
         view.problems.append(f"{paths.config.name} is not valid YAML")
@@ -149,6 +156,8 @@ def load_run(paths: RunPaths) -> RunView:
     view.summary = _json(paths.summary, view.problems)
     try:
         view.metrics = read_metrics(paths.metrics)
+    except NotPlainError as error:
+        view.problems.append(str(error))
     except OSError as error:
         view.problems.append(f"{paths.metrics.name}: {error.strerror}")
     view.checkpoints = _checkpoints(paths.checkpoints)
@@ -190,21 +199,23 @@ def _reach(tree: object, keys: tuple[str, ...]) -> Any:
     return tree
 
 
-def _text(path: Path, problems: list[str]) -> str:
+def _text(path: Path, problems: list[str], limit: int = MAX_JSON_BYTES) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_bytes(path, limit).decode("utf-8", "replace")
     except FileNotFoundError:
         return ""
+    except NotPlainError as error:
+        problems.append(str(error))
     except OSError as error:
         problems.append(f"{path.name}: {error.strerror}")
-        return ""
+    return ""
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     text = _text(path, problems)
     try:
-        loaded = json.loads(text) if text else {}
-    except json.JSONDecodeError:
+        loaded = parse_json(text, path) if text else {}
+    except ValueError:
         problems.append(f"{path.name} is not valid JSON")
         return {}
     return loaded if isinstance(loaded, dict) else {}

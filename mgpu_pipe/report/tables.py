@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.validate import resolve_precision
+from mgpu_pipe.errors import concealed
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.run_view import RunView, differing, exponential, load_run, number
 
@@ -121,8 +122,9 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
             numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
             _clock(view.wall_s),
         )
+        shown = (Text(printable(text)) for text in ("\n".join([*named, *apart]), view.status))
         mark = "*" if view is best else ""
-        table.add_row(f"{mark}{position}", Text("\n".join([*named, *apart])), Text(view.status), *figures)
+        table.add_row(f"{mark}{position}", *shown, *figures)
     console = make_console()
     console.print(table)
     if best is not None:
@@ -238,7 +240,7 @@ def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column(style="bold", no_wrap=True, min_width=13)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(printable(value)))
+        table.add_row(Text(name), Text(printable(concealed(value))))
     console = make_console()
     console.rule(Text(title, style="bold"), align="left", characters="─" if console.encoding == "utf-8" else "-")
     console.print(table)

@@ -6,13 +6,13 @@ a run, nor evaluating it, nor going on in it changes that.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, NotPlainError, parse_json, read_bytes
 from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, RunFolderError
 
@@ -109,8 +109,9 @@ def begun(folder: Path) -> float:
 def recorded(folder: Path) -> dict[str, object]:
     """``environment.json`` of a run; empty where there is none that can be read."""
     try:
-        found = json.loads(RunPaths(folder).environment.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        path = RunPaths(folder).environment
+        found = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
+    except (OSError, ValueError, NotPlainError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, read_bytes
 from mgpu_pipe.errors import RunFolderError
 
 METRIC_COLUMNS = (
@@ -163,7 +164,7 @@ def _parse(cell: str) -> float:
 def _read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
     """Header and whole rows as text; ``([], [])`` for a file that is missing or has no whole header."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, MAX_TABLE_BYTES)
     except FileNotFoundError:
         return [], []
     whole = content[: content.rfind(b"\n") + 1].decode("utf-8", errors="replace").replace("\0", "")

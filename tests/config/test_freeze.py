@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.convert import to_plain
-from mgpu_pipe.config.freeze import config_hash, freeze, load
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.config.freeze import config_hash, freeze, load, load_foreign, remember
+from mgpu_pipe.config.paths import private_folder
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 SECRET = "s3cr3t-value"
 
@@ -87,3 +89,39 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(BadInputError):
         load(tmp_path / "config.yaml")
+
+
+def test_a_configuration_is_ones_own_as_it_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MGPU_PIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LONG_NAME", "value-of-the-environment")
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {name: '${oc.env:LONG_NAME}'}\ndata: {text_column: 'a\\${b}'}\n")
+    config, own = load_foreign(path)
+    assert (config.run.name, config.data.text_column, own) == ("${oc.env:LONG_NAME}", "a${b}", False)
+    remember(path)
+    config, own = load_foreign(path)
+    assert (str(config.run.name), config.data.text_column, own) == ("value-of-the-environment", "a${b}", True)
+    path.write_text(path.read_text() + "seed: 2\n")
+    assert load_foreign(path)[1] is False
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("mode", "owner", "said"), [
+    (0o777, 0, "others can write"), (0o700, 12345, "belongs to another user"), (0o755, 0, ""),
+])  # fmt: skip
+def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path):
+    cache = tmp_path / "cache"
+    (cache / "something").mkdir(parents=True)
+    cache.chmod(mode)
+    if owner:
+        if os.geteuid() != 0:
+            pytest.skip("giving a folder to another user needs root")
+        os.chown(cache, owner, owner)
+    if not said:
+        private_folder(cache)
+        (cache / "something").rmdir()
+        private_folder(cache)
+        assert cache.stat().st_mode & 0o777 == 0o700
+        return
+    with pytest.raises(ConfigError, match=said):
+        private_folder(cache)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
@@ -63,6 +63,7 @@ def write_run(root: Path, family: str, texts: Path, cache: Path, scale: float = 
     config = RunConfig(seed=11, model=tiny_model(family, vocab_size=VOCABULARY + 4, bos_token_id=None), data=data)
     freeze(config, paths.config)
     paths.environment.write_text(json.dumps({"created": time.time()}))
+    remember(paths.config)
     model = materialise(build_meta(config.model), config.seed, "cpu").eval()
     pieces = []
     for name, parameter in model.named_parameters():

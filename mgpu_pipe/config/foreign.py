@@ -1,0 +1,53 @@
+"""What of somebody else's configuration is followed: what it says of the data, never where anything lies.
+
+A configuration is foreign unless this user's own launches wrote it (:func:`mgpu_pipe.config.freeze.load_foreign`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+
+READ_NO_FILES = ("stdlib_text", "synthetic")
+NOT_FOLLOWED = "this configuration was not made by a launch of yours, so the files that it names are not read"
+LARGEST = {"seq_len": 1 << 20, "global_batch_size": 1 << 16}
+MOST_SYNTHETIC = 1 << 20
+"""Documents, and tokens a document."""
+
+
+def foreign_data(data: DataConfig, given: Set[str]) -> DataConfig:
+    """``data`` without what leads out of the run's folder, as far as the command line did not give it.
+
+    Args:
+        given: the keys of the command line, such as ``data.paths``; ``data`` itself is another source.
+
+    Raises:
+        ConfigErrors: files that are needed and were not given, or sizes that no evaluation has.
+    """
+    errors: list[BadInputError] = []
+    changes: dict[str, Any] = {}
+    for name, without in (("cache_dir", None), ("chat_template", None), ("tokenizer", "auto"),
+                          ("tokenize_workers", "auto"), ("micro_batch_size", "auto")):  # fmt: skip
+        if f"data.{name}" not in given:
+            changes[name] = without
+    for name in ("paths", "validation_paths"):
+        value, own = getattr(data, name), f"data.{name}" in given or "data" in given
+        needed = bool(value) or (name == "paths" and data.source not in READ_NO_FILES)
+        if needed and not own:
+            errors.append(ConfigError(f"data.{name}", f"[{','.join(value)}]", f"give data.{name}=[...] on the command "
+                                      "line", NOT_FOLLOWED))  # fmt: skip
+    for name, most in LARGEST.items():
+        if f"data.{name}" not in given and getattr(data, name) > most:
+            fix = f"give at most {most:,} on the command line"
+            errors.append(ConfigError(f"data.{name}", getattr(data, name), fix))
+    for name in ("num_documents", "mean_length"):
+        if data.source == "synthetic" and "data" not in given and getattr(data.synthetic, name) > MOST_SYNTHETIC:
+            errors.append(ConfigError(f"data.synthetic.{name}", getattr(data.synthetic, name),
+                                      f"give at most {MOST_SYNTHETIC:,} on the command line"))  # fmt: skip
+    if errors:
+        raise ConfigErrors(errors)
+    return replace(data, **changes)

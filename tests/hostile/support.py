@@ -1,0 +1,102 @@
+"""A hostile folder is given to the program, forked, and what it touched is watched by the kernel (inotify).
+
+Everything that a trick may want lies in ``outside``: files to read, the place where a payload leaves its mark. No file
+there may be opened, made or changed, by whatever part of the program, its libraries or its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.program import ForkedProgram
+
+OPENED, MADE_OR_CHANGED = 0x20, 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200
+WATCHDOG_S, PROCESSOR_S = 120, 20
+SECRET = "canary-of-the-environment"
+LINES = ("error: ", "note: ", "damaged: ", "run ", "checkpoint of step ")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Watch:
+    """What happens in a folder and those below it from now on."""
+
+    def __init__(self, root: Path) -> None:
+        self._fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._folders = {
+            _libc.inotify_add_watch(self._fd, os.fsencode(folder), OPENED | MADE_OR_CHANGED): folder
+            for folder in [root, *(path for path in root.rglob("*") if path.is_dir() and not path.is_symlink())]
+        }
+
+    def events(self) -> list[str]:
+        found = []
+        try:
+            data = os.read(self._fd, 1 << 20)
+        except BlockingIOError:
+            data = b""
+        while data:
+            number, mask, _, length = struct.unpack_from("iIII", data)
+            name = data[16 : 16 + length].rstrip(b"\0").decode()
+            found.append(f"{self._folders[number] / name} ({mask:#x})")
+            data = data[16 + length :]
+        os.close(self._fd)
+        return found
+
+
+def outside(folder: Path) -> Path:
+    """What no trick may reach."""
+    (folder / "sub").mkdir(parents=True)
+    for name in ("secret.txt", "secret.json", "secret.yaml", "sub/secret.txt"):
+        (folder / name).write_text('{"secret": "do not read"}\n')
+    return folder
+
+
+def code(target: Path) -> str:
+    """Python that leaves a mark outside when it is run."""
+    return f"open({str(target / 'EXECUTED')!r}, 'w').write('x')\n"
+
+
+def sparse(path: Path, size: int) -> None:
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def replaced_by_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def replaced_by_link(path: Path, target: Path | str) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(target)
+
+
+def attempt(arguments: Sequence[str], cwd: Path, cache: Path, forbidden: Path) -> tuple[int, str]:
+    """Run the program; it must end, as a line or harmlessly, having touched nothing outside.
+
+    Returns:
+        Its exit code, and all it said.
+    """
+    home = cwd / "home"
+    home.mkdir(exist_ok=True)
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "MGPU_PIPE_CACHE": str(cache), "OMP_NUM_THREADS": "1",
+                   "SECRET_NAME": SECRET, "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    watch = Watch(forbidden)
+    program = ForkedProgram(arguments, cwd, environment)
+    resource.prlimit(program.pid, resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))
+    out, err = program.communicate(WATCHDOG_S)
+    said = out + err
+    assert watch.events() == [], said
+    assert "Traceback" not in said, said
+    assert program.returncode in (0, 1, 2), f"exit code {program.returncode}\n{said}"
+    assert "\x1b" not in said and SECRET not in said, said
+    if program.returncode == 2:
+        lines = err.strip().splitlines()
+        assert lines and all(line.startswith(LINES) for line in lines), said
+        assert len(lines) <= 45 and max(map(len, lines)) < 3000, said
+    return program.returncode, said
