@@ -250,3 +250,65 @@ def test_a_read_only_folder_is_an_input_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(RunFolderError, match="cannot be written"):
         choose_folder(config_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "left",
+    [(), (".lock",), (".lock", "environment.json.7.partial"), (".lock", "environment.json"),
+     (".lock", "environment.json", "overrides.txt", "config.yaml.7.partial"),
+     (".lock", "environment.json", "overrides.txt", "config.yaml"),
+     (".lock", "environment.json", "overrides.txt", "config.yaml", "logs", "checkpoints", "metrics.csv")],
+)  # fmt: skip
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_whatever_a_kill_leaves_before_the_first_step_the_same_line_takes(
+    left: tuple[str, ...], given: bool, resume: str, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, resume, tmp_path / "run" if given else None)
+    killed = choose_folder(config).paths
+    for name in left:
+        (killed.root / name).mkdir() if "." not in name else (killed.root / name).write_text("")
+    if "config.yaml" in left:
+        freeze(config, killed.config)
+        killed.environment.write_text('{"created": 5.0}')
+    again = chosen(config)
+    assert (again.paths.root == killed.root) is (given or resume == "auto")
+    begun_now = begin(again, config, ["seed=1"], ["mgpu-pipe"])
+    assert begun_now.paths.config.is_file() and not list(begun_now.paths.root.glob("*.partial"))
+    assert newest_run(tmp_path) == begun_now.paths.root
+
+
+def test_a_folder_of_the_same_mathematics_that_holds_something_else_is_not_taken_for_an_unborn_run(
+    tmp_path: Path,
+) -> None:
+    config = config_in(tmp_path, "auto")
+    other = choose_folder(config).paths.root
+    (other / "precious.txt").write_text("results")
+    assert choose_folder(config).paths.root != other
+
+
+def test_auto_takes_the_newest_run_of_the_same_mathematics_and_names_what_differs(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "auto")
+    own = leave_run(tmp_path / "study" / "own", 100.0, config)
+    other = config_in(tmp_path)
+    other.optimizer.lr = 0.5
+    newer = leave_run(tmp_path / "study" / "newer", 200.0, other)
+    assert choose_folder(config).paths.root == own.root
+    config.seed = 8
+    fresh = choose_folder(config)
+    assert fresh.created and f"{newer.root}, is another (seed=1234 there, 8 here; optimizer.lr=0.5 there" in fresh.note
+    assert "goes on in it" not in fresh.note
+    other.optimizer.lr, other.checkpoint.resume = 0.25, "auto"
+    assert f"run.dir={newer.root} goes on in it all the same" in choose_folder(other).note
+
+
+def test_a_run_that_was_gone_on_in_with_other_settings_is_nobodys_own(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "auto")
+    spliced = leave_run(tmp_path / "study" / "spliced", 100.0, config)
+    keep_attempt_config(spliced, 1)
+    assert choose_folder(config).paths.root == spliced.root
+    config.optimizer.lr = 0.5
+    freeze(config, spliced.config)
+    keep_attempt_config(spliced, 2)
+    fresh = choose_folder(config)
+    assert fresh.created and "is another (optimizer.lr=0.0003 there, 0.5 here)" in fresh.note

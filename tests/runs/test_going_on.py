@@ -136,3 +136,43 @@ def test_a_joined_world_finds_its_run_by_its_mathematics_and_says_why_it_starts_
     assert "resuming with optimizer.lr=0.002 (was 0.001)" in named and run_folder(named) == first
     again = train(*auto, "optimizer.lr=2e-3", "trainer.max_steps=5")
     assert run_folder(again) == run_folder(said), "a run of two learning rates is nobody's own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", [True, False])
+def test_a_launch_killed_while_it_prepares_is_gone_on_in_and_a_living_one_is_named(
+    named: bool, cache: Path, tmp_path: Path
+) -> None:
+    where = [f"run.dir={tmp_path / 'run'}"] if named else [f"run.root={tmp_path}"]
+    words = [*COMMAND, *where, "data.synthetic.num_documents=30000", f"seed={1 + named}", "trainer.max_steps=2",
+             "checkpoint.resume=auto"]  # fmt: skip
+    first = launched(cache, tmp_path, *words)
+    while not (found := [*tmp_path.glob("run/config.yaml"), *tmp_path.glob("run/*/config.yaml")]):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.001)
+    folder = found[0].parent
+    first.send_signal(signal.SIGSTOP)  # however slow this machine is, the second finds it alive and preparing
+    second = run_program(words, tmp_path, environment(cache), 120)
+    assert not (folder / "data.json").exists()
+    assert (second.returncode, second.stdout) == (2, "")
+    assert f"another launch is preparing in this folder (process {first.pid} on " in second.stderr
+    first.kill()
+    assert run_folder(typed(words, tmp_path, cache).stdout) == folder and len(metrics(folder)) == 2
+    refused = run_program([*words, "checkpoint.resume=none"], tmp_path, environment(cache), 120)
+    if named:  # what trained is not begun anew, and the line that is told goes on
+        line = refused.stderr.strip().rpartition("go on in it by: ")[2]
+        assert refused.returncode == 2, refused.stderr
+        assert run_folder(typed(shlex.split(line)[1:], tmp_path, cache).stdout) == folder
+    else:
+        assert run_folder(refused.stdout) != folder
+
+
+@pytest.mark.slow
+def test_a_launch_stopped_before_training_tells_the_line_that_begins_it(cache: Path, tmp_path: Path) -> None:
+    words = [*COMMAND, "data.synthetic.num_documents=30000", "seed=3", "trainer.max_steps=2", "run.root='my runs'"]
+    run = launched(cache, tmp_path, *words)
+    while not (found := list(tmp_path.glob("my runs/run/*/config.yaml"))):
+        time.sleep(0.001)
+    out = stopped(run)
+    assert run_folder(typed(hint(out), tmp_path, cache).stdout) == found[0].parent
+    assert len(metrics(found[0].parent)) == 2
