@@ -233,7 +233,8 @@ class CheckpointConfig:
     on_save_error: Literal["stop", "continue"] = "stop"
     """A save that fails (a full disk): stop the run, or warn and train on; the run's last save always stops it."""
     resume: str = "none"
-    """none, auto (go on in run.dir or in the newest run of run.name), or a run or step folder."""
+    """none, auto (go on in run.dir, else in the newest run of run.name with the same model, data, objective, optimizer,
+    scheduler and seed), or a run or step folder."""
     init_from: str | None = None
     """Run, step or Hugging Face folder to take the weights alone from."""
     verify: Literal["full", "size", "off"] = "full"
