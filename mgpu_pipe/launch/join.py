@@ -22,18 +22,19 @@ from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import finish, run_folder, stop
 from mgpu_pipe.launch.again import Asked, joined_start, line_for
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.environment import describe_environment
+from mgpu_pipe.launch.failure import follows_a_peers_end
 from mgpu_pipe.launch.live_output import LiveStream
-from mgpu_pipe.launch.lock import RunLock, process_identity
+from mgpu_pipe.launch.lock import RunLock, boot_id, process_identity
 from mgpu_pipe.launch.resume import resume_step
 from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.threads import choose_threads
-from mgpu_pipe.launch.workers import open_log
+from mgpu_pipe.launch.workers import is_stopped, open_log
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -180,14 +181,16 @@ def _train(
 
     usual = sys.stderr
     config = load(paths.config)
+    peers: dict[int, str] = {}
     with open_log(paths.rank_log(world.rank), world.rank, world.world_size, world.attempt) as log:
         text_log = io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", write_through=True)
         sys.stderr = cast(TextIO, LiveStream(text_log, os.dup(2)))
         try:
-            prepared = _prepare_on_every_node(world, config, paths, store)
+            prepared, peers = _prepare_on_every_node(world, config, paths, store)
             resume = Path(offer.resume) if offer.resume else None
             result = train_in(world, config, paths, prepared, store, resume=resume)
-        except BaseException as error:
+        except BaseException as raised:
+            error = _with_its_cause(raised, world.rank, peers)
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
@@ -199,18 +202,39 @@ def _train(
     return result.status
 
 
-def _prepare_on_every_node(world: World, config: RunConfig, paths: RunPaths, store: Store) -> PreparedData:
+def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -> BaseException:
+    """``error``, or that a peer on this machine is stopped, where ``error`` is what waiting for one ends with."""
+    if not follows_a_peers_end(error):
+        return error
+    for peer, identity in peers.items():
+        boot, pid, _ = identity.split(":")
+        if boot == boot_id() and process_identity(int(pid)) == identity and is_stopped(int(pid)):
+            cause = WorkerError(
+                f"rank {peer}'s process {pid} was stopped (SIGSTOP, or a debugger), and rank {rank} waited for it in "
+                f"vain: {str(error).splitlines()[0][:200]}"
+            )
+            cause.__cause__ = error
+            return cause
+    return error
+
+
+def _prepare_on_every_node(
+    world: World, config: RunConfig, paths: RunPaths, store: Store
+) -> tuple[PreparedData, dict[int, str]]:
     """The data on this node, made ready once where the node does not share rank 0's cache; a collective call.
 
     Before there is a process group: its time-out must not count what a node needs for this. One process a node works,
     the others wait for the node's lock.
+
+    Returns:
+        The data, and every rank's process (see :func:`process_identity`).
 
     Raises:
         BadInputError: the data of some node cannot be prepared or is not rank 0's, whichever node this is.
     """
     from mgpu_pipe.launch.worker import prepared_here
 
-    said = {"error": ""}
+    said = {"error": "", "process": process_identity(os.getpid())}
     try:
         prepared = prepared_here(config, paths)
     except BaseException as error:
@@ -219,11 +243,13 @@ def _prepare_on_every_node(world: World, config: RunConfig, paths: RunPaths, sto
     finally:
         store.set(f"{PREPARED}/{world.rank}", json.dumps(said))
     store.wait([f"{PREPARED}/{rank}" for rank in range(world.world_size)], timedelta(days=1))
+    peers = {}
     for rank in range(world.world_size):
-        error_there = json.loads(store.get(f"{PREPARED}/{rank}"))["error"]
-        if error_there:
-            raise BadInputError(f"rank {rank}: {error_there}")
-    return prepared
+        there = json.loads(store.get(f"{PREPARED}/{rank}"))
+        if there["error"]:
+            raise BadInputError(f"rank {rank}: {there['error']}")
+        peers[rank] = there["process"]
+    return prepared, peers
 
 
 def _again(alone: Sequence[str], paths: RunPaths) -> str:

@@ -142,7 +142,7 @@ class WorkerGroup:
     @property
     def standing_still(self) -> frozenset[int]:
         """Running ranks that are stopped: by SIGSTOP, or by a debugger."""
-        return frozenset(rank for rank, process in self._running.items() if _state(process.pid) in STOPPED)
+        return frozenset(rank for rank, process in self._running.items() if is_stopped(process.pid))
 
     def release(self) -> None:
         """Tell the workers that data and folder are ready."""
@@ -208,13 +208,13 @@ def log_header(attempt: int) -> str:
     return f"--- attempt {attempt}:"
 
 
-def _state(pid: int) -> str:
-    """The kernel's letter for what a process does; empty if it is gone. See proc(5)."""
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel keeps a process from running: after SIGSTOP, or for a debugger. See proc(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+        return False
+    return stat.rpartition(")")[2].split()[0] in STOPPED
 
 
 def _kill_group(pid: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +22,12 @@ from mgpu_pipe.data.cache import locked
 from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.join import _prepare_on_every_node, check_world
+from mgpu_pipe.launch.join import _prepare_on_every_node, _with_its_cause, check_world
+from mgpu_pipe.launch.lock import process_identity
 from mgpu_pipe.launch.worker import NODE_LOCK
+from mgpu_pipe.launch.workers import is_stopped
 from tests.data.support import config as data_config
+from tests.launch.launching import until
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {  # two nodes x two tasks, as Debian's slurm-wlm 22.05 sets them
@@ -127,7 +133,7 @@ class Node:
 
         def prepare_here() -> None:
             try:
-                self.made = _prepare_on_every_node(World(rank, 0, 2, 1, "127.0.0.1", 0), config, paths, store)
+                self.made, _ = _prepare_on_every_node(World(rank, 0, 2, 1, "127.0.0.1", 0), config, paths, store)
             except BaseException as error:
                 self.error = error
 
@@ -177,3 +183,19 @@ def test_what_one_node_cannot_prepare_ends_all_with_its_reason(
     assert isinstance(ranks[1].error, DataError)
     assert isinstance(ranks[0].error, BadInputError) and "rank 1: " in str(ranks[0].error)
     assert "give all nodes the same files" in str(ranks[0].error)
+
+
+def test_a_stopped_peer_is_named_where_its_world_has_no_launcher_that_watches() -> None:
+    waited = RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete")
+    sleeper = subprocess.Popen(["sleep", "600"])
+    peers = {0: process_identity(os.getpid()), 1: process_identity(sleeper.pid)}
+    try:
+        assert _with_its_cause(waited, 0, peers) is waited
+        sleeper.send_signal(signal.SIGSTOP)
+        until(lambda: is_stopped(sleeper.pid), "the stop")
+        assert "rank 1's process" in str(_with_its_cause(waited, 0, peers))
+        defect = ValueError("rank 0 has a defect")
+        assert _with_its_cause(defect, 0, peers) is defect
+    finally:
+        sleeper.kill()
+        sleeper.wait()
