@@ -22,7 +22,8 @@ MAX_HEADER_BYTES = 32 << 20
 """Some 300,000 tensors; the format's own limit is 100 MB."""
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
-    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
+    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "I8": 8, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 LEAST_SHARE_USED = 0.9
 """Models pad their vocabulary (by 2 % at most in published ones); fewer used rows than this is another tokenizer."""
@@ -148,8 +149,7 @@ def _data_bytes(entries: dict[str, dict[str, Any]]) -> int:
         numbers = [begin, stop, *entry["shape"]]
         if any(type(number) is not int or number < 0 for number in numbers) or begin != end or stop < begin:
             raise ValueError(entry)
-        bits = DTYPE_BITS.get(entry["dtype"])
-        if bits is not None and prod(entry["shape"]) * bits != (stop - begin) * 8:
+        if prod(entry["shape"]) * DTYPE_BITS[entry["dtype"]] != (stop - begin) * 8:
             raise ValueError(entry)
         end = stop
     return end

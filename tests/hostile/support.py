@@ -10,8 +10,11 @@ import ctypes
 import os
 import resource
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support.program import ForkedProgram
 
@@ -58,6 +61,13 @@ def outside(folder: Path) -> Path:
 def code(target: Path) -> str:
     """Python that leaves a mark outside when it is run."""
     return f"open({str(target / 'EXECUTED')!r}, 'w').write('x')\n"
+
+
+def cases(tricks: Iterable[str], further: str) -> list[Any]:
+    """Every trick as a parameter; those named in ``further`` are siblings that `make test-all` alone tries."""
+    extra = set(further.split())
+    assert extra <= set(tricks), extra - set(tricks)
+    return [pytest.param(name, marks=pytest.mark.exhaustive) if name in extra else name for name in tricks]
 
 
 def sparse(path: Path, size: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.support import attempt, code, outside
+from tests.hostile.support import attempt, cases, code, outside
 
 HYDRA = "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
 GLOBAL = "# @package _global_\n"
@@ -78,7 +78,10 @@ def place(tmp_path: Path) -> tuple[Path, Path]:
     return work, forbidden
 
 
-@pytest.mark.parametrize("trick", REFUSED)
+@pytest.mark.parametrize("trick", cases(REFUSED, """
+    callback_open callback_path callback_module callback_list callback_partial callback_hydra_call callback_lightning
+    callback_number callback_nothing callback_system sweeper_callback sweeper_logging launcher environment_copy chdir
+    slot_nested optimizer hydra_logging"""))
 def test_an_experiment_is_refused(trick: str, place: tuple[Path, Path]) -> None:
     work, forbidden = place
     (work / "exp" / "experiment" / "x.yaml").write_text(REFUSED[trick].replace("OUT", str(forbidden)))
@@ -86,7 +89,7 @@ def test_an_experiment_is_refused(trick: str, place: tuple[Path, Path]) -> None:
     assert ended == 2, said
 
 
-@pytest.mark.parametrize("entry", ["pkg://own_package", "structured://own_package", "pkg://own_code"])
+@pytest.mark.parametrize("entry", ["pkg://own_package", "structured://own_package"])
 def test_a_primary_configuration_imports_nothing(entry: str, place: tuple[Path, Path]) -> None:
     work, forbidden = place
     (work / "own_package").mkdir()
@@ -98,13 +101,12 @@ def test_a_primary_configuration_imports_nothing(entry: str, place: tuple[Path, 
         assert ended == 2 and "hydra.searchpath" in said, said
 
 
-@pytest.mark.parametrize("verb", [["check"], ["-m", "check"], ["ls"], ["--help"], ["--cfg", "job"]])
+@pytest.mark.parametrize("verb", [["check"], ["--cfg", "job"]])
 def test_plug_ins_in_the_working_folder_are_not_run(verb: list[str], place: tuple[Path, Path]) -> None:
     work, forbidden = place
     (work / "hydra_plugins").mkdir()
     (work / "hydra_plugins" / "evil.py").write_text(code(forbidden))
-    words = ["check", "-m"] if verb[0] == "-m" else verb
-    attempt(words, work, work / "cache", forbidden)
+    attempt(verb, work, work / "cache", forbidden)
 
 
 @pytest.mark.parametrize("typed", ["+hydra.callbacks.x._target_=own.Mine", "+hydra.callbacks={x:{_target_:own.Mine}}"])

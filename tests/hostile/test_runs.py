@@ -14,7 +14,7 @@ import yaml
 
 from mgpu_pipe.checkpoint.chunks import record_of
 from mgpu_pipe.checkpoint.manifest import read_manifest
-from tests.hostile.support import SECRET, attempt, code, outside, replaced_by_link, replaced_by_pipe, sparse
+from tests.hostile.support import SECRET, attempt, cases, code, outside, replaced_by_link, replaced_by_pipe, sparse
 from tests.inference.support import write_run, write_texts
 
 STEP = "checkpoints/step-00000003"
@@ -271,7 +271,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "run"
 
 
-@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("trick", cases(TRICKS, """
+    nested no_mapping config_pipe_of_the_step config_link config_large paths_below validation_paths tokenizer template
+    environment environment_number layers_no_number layers_in_bounds vocabulary documents workers state_nested
+    state_text manifest_link manifest_large manifest_elsewhere manifest_boxes weights_pipe weights_overlap
+    step_link_init
+    checkpoints_link_export step_number vocabulary_link tokenizer_pipe tokenizer_template summary_nested summary_link
+    environment_large metrics_link overrides_zero two_reports lock_pipe pickle"""))
 def test_a_run(trick: str, made: Path, tmp_path: Path, cache: Path) -> None:
     change, words, expected = TRICKS[trick]
     work, forbidden = tmp_path / "work", outside(tmp_path / "outside")
