@@ -21,7 +21,7 @@ from mgpu_pipe.errors import (
     concealed,
     one_line,
 )
-from mgpu_pipe.launch.stop import asks_for_a_run, run_begins, run_ended
+from mgpu_pipe.launch.stop import asks_for_a_run, run_begins, run_ended, stop_requested
 from mgpu_pipe.launch.terminal import outliving_streams
 
 if TYPE_CHECKING:
@@ -184,8 +184,9 @@ def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
         seen += 1
         number = f"{seen} of {composition.points}" if composition.points else str(seen)
         shown = shlex.join(composition.overrides)
-        if codes and codes[-1] == EXIT_STOPPED:
-            print(f"run {number}: not started, for the one before was stopped: {shown}", file=sys.stderr)
+        if stop_requested() or EXIT_STOPPED in codes:
+            print(f"run {number}: not started, for the sweep was stopped: {shown}", file=sys.stderr)
+            codes.append(EXIT_STOPPED)
             return
         print(f"run {number}: {shown}", file=sys.stderr, flush=True)
         if composition.config.run.dir is not None:
@@ -239,7 +240,7 @@ def _train(words: list[str]) -> int:
 
         alone = [*composition.flags, *composition.overrides]
         result = launch(config, Asked(composition.overrides, command, alone, composition.swept))
-        run_ended()
+        run_ended(asked_to_stop=result.asked_to_stop)
         runs.append(RunPaths(result.folder))
         return result.exit_code
 

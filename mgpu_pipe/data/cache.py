@@ -1,9 +1,9 @@
 """Folders of derived data: built once under a lock, committed by a rename, checked before use.
 
 A cached folder is complete when its ``manifest.json``, written last, lists every file with its size and the hash of
-each 4 MiB. Readers take no lock: a folder appears under its final name only when it is whole. Sizes are checked at each
-use, hashes once a machine and file: ``verified/<host>/`` remembers what was read since the machine started, by inode,
-size and times.
+each 4 MiB, and has a hash of its own. Readers take no lock: a folder appears under its final name only when it is
+whole. Sizes are checked at each use, hashes once a machine and file: ``verified/<host>/`` remembers what was read since
+the machine started, by inode, size and times.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mgpu_pipe.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+_HASH = "sha256"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNWRITABLE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST, errno.ENOENT,
@@ -81,7 +82,7 @@ def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         listed[path.name] = {"size": path.stat().st_size, "sha256": hash_blocks(path)}
-    write_json(folder / MANIFEST, {**meta, "files": listed})
+    write_hashed(folder / MANIFEST, {**meta, "files": listed})
     _flush_folder(folder)
 
 
@@ -94,7 +95,7 @@ def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
     if not folder.exists():
         return None
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_hashed(folder / MANIFEST)
         fault = _fault(folder, manifest["files"])
     except OSError as error:
         fault = f"{error.filename or folder}: cannot be read ({error.strerror})"
@@ -159,6 +160,28 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def write_hashed(path: Path, value: Mapping[str, Any]) -> None:
+    """:func:`write_json`, with the hash of ``value`` beside it."""
+    write_json(path, {**value, _HASH: _hash_of(value)})
+
+
+def read_hashed(path: Path) -> dict[str, Any]:
+    """What :func:`write_hashed` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not what was written.
+    """
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict) or value.pop(_HASH, None) != _hash_of(value):
+        raise ValueError(f"{path}: is damaged")
+    return value
+
+
+def _hash_of(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """The manifest of ``folder``, which ``build`` fills if it is missing or damaged.
 
@@ -188,7 +211,7 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
             shutil.rmtree(folder)
         os.replace(partial, folder)
         _flush_folder(folder.parent)
-        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        listed = read_hashed(folder / MANIFEST)["files"]
         _remember(folder, _states(folder, listed))  # its hashes were just taken
     manifest = read_manifest(folder)
     if manifest is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from mgpu_pipe.data.blocks import BLOCK_BYTES, block_hash, hash_blocks, read_block
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, write_json
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_hashed, write_hashed
 from mgpu_pipe.errors import DataError
 
 # A file changed this shortly before it was hashed may change again within one tick of the file system's clock.
@@ -69,7 +68,7 @@ def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_pro
     """
     index_file = _index_file(paths, cache)
     try:
-        known = json.loads(index_file.read_text(encoding="utf-8"))
+        known = read_hashed(index_file)
     except (OSError, ValueError):
         known = {}
     total = sum(check_readable(path) for path in paths)
@@ -91,7 +90,7 @@ def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_pro
         progress("hash", min(done, total), total)
     if fresh != known:
         index_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(index_file, fresh)
+        write_hashed(index_file, fresh)
     return found
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,11 +40,16 @@ LOOPBACK = Path("/sys/class/net/lo")
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, the command's exit code, the run's folder."""
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, the command's exit code, the run's folder.
+
+    Attributes:
+        asked_to_stop: the launcher got a stop signal, perhaps too late to stop the run.
+    """
 
     status: str
     exit_code: int
     folder: Path
+    asked_to_stop: bool = False
 
 
 def launch(config: RunConfig, asked: Asked) -> LaunchResult:
@@ -69,22 +74,29 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
     started = time.monotonic()
     folder = run_folder.choose_folder(config, swept=asked.swept)
     with SignalInbox() as inbox:
-        try:
-            with RunLock(folder.paths.lock) as lock:
-                folder = run_folder.settle(folder, config, asked.alone)
-                if run_folder.completed(folder, config):
-                    finish.say_complete(folder.paths)
-                    return LaunchResult("finished", EXIT_OK, folder.paths.root)
-                folder = run_folder.begin(folder, config, asked.overrides, asked.command)
-                finish.say_note(folder.note)
-                try:
-                    outcome = _run(config, folder, lock, inbox, asked)
-                except BadInputError:
-                    folder.discard()
-                    raise
-                return _finish(config, folder.paths, outcome, time.monotonic() - started, asked.alone)
-        except StoppedBeforeTraining:
-            return _stopped_before_training(config, folder, asked)
+        result = _launch(config, folder, inbox, asked, started)
+    return replace(result, asked_to_stop=inbox.stop_requested)
+
+
+def _launch(
+    config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Asked, started: float
+) -> LaunchResult:
+    try:
+        with RunLock(folder.paths.lock) as lock:
+            folder = run_folder.settle(folder, config, asked.alone)
+            if run_folder.completed(folder, config):
+                finish.say_complete(folder.paths)
+                return LaunchResult("finished", EXIT_OK, folder.paths.root)
+            folder = run_folder.begin(folder, config, asked.overrides, asked.command)
+            finish.say_note(folder.note)
+            try:
+                outcome = _run(config, folder, lock, inbox, asked)
+            except BadInputError:
+                folder.discard()
+                raise
+            return _finish(config, folder.paths, outcome, time.monotonic() - started, asked.alone)
+    except StoppedBeforeTraining:
+        return _stopped_before_training(config, folder, asked)
 
 
 def _run(

@@ -60,10 +60,15 @@ def run_begins() -> None:
         _leave(signal.SIGTERM, None)
 
 
-def run_ended() -> None:
-    """The run's exit code stands: a stop signal that comes now counts for the next run of a sweep."""
-    global _run_ended
+def run_ended(*, asked_to_stop: bool) -> None:
+    """The run's exit code stands: a stop signal that comes now counts for the next run of a sweep.
+
+    Args:
+        asked_to_stop: one came while the run lasted. It may have come too late for the run, and counts for the next.
+    """
+    global _run_ended, _requested
     _run_ended = True
+    _requested = _requested or asked_to_stop
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.data import cache as cache_module
-from mgpu_pipe.data import encode
+from mgpu_pipe.data import encode, fingerprint
 from mgpu_pipe.data import tokenizer as tokenizer_module
 from mgpu_pipe.data.blocks import hash_blocks
 from mgpu_pipe.data.dataset import PackedDataset
@@ -194,7 +194,7 @@ def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: p
 KILLED = """
 import os, sys
 from pathlib import Path
-from mgpu_pipe.data import encode
+from mgpu_pipe.data import encode, fingerprint
 encode._POOL_FROM_CHARACTERS = 1 << 19
 from mgpu_pipe.data.prepare import prepare
 from tests.data.support import config
@@ -387,6 +387,37 @@ def test_a_flipped_bit_in_the_cache_is_named_and_the_data_made_again(
     assert prepare(run) == first
     assert (folder / name).read_bytes() == content
     assert caplog.text.count(f"{folder / name}: block 0 of 1 (of 4 MiB each) is damaged") == 1
+
+
+@pytest.mark.parametrize(("kind", "field"), [("packs", "samples"), ("packs", "valid_tokens"), ("tokens", "documents"),
+                                             ("tokens", "files"), ("tokenizer", "vocab_size")])  # fmt: skip
+@pytest.mark.parametrize("where", ["name", "value"])
+def test_a_flipped_bit_in_a_manifest_changes_nothing(tmp_path: Path, kind: str, field: str, where: str) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    folders = {"packs": first.train.packs, "tokens": first.folder, "tokenizer": first.tokenizer_folder}
+    at = folders[kind] / "manifest.json"
+    content = at.read_bytes()
+    flipped = bytearray(content)
+    place = content.index(f'"{field}": '.encode())
+    flipped[place + (2 if where == "name" else len(field) + 4)] ^= 1
+    at.write_bytes(flipped)
+    assert prepare(run) == first
+    assert at.read_bytes() == content
+
+
+def test_a_flipped_bit_in_the_remembered_hashes_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_RACY_NS", 0)  # files so young are hashed again each time
+    run = text_files(tmp_path)
+    first = prepare(run)
+    (index,) = (tmp_path / "cache" / "fingerprints").iterdir()
+    content = index.read_bytes()
+    flipped = bytearray(content)
+    flipped[content.index(b'"blocks": ') + 30] ^= 1  # still the name of a hash
+    index.write_bytes(flipped)
+    assert prepare(run) == first
 
 
 def test_hashes_are_compared_once_a_start_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,22 @@ def test_a_stopped_sweep_goes_on_point_by_point_and_alone(cache: Path, tmp_path:
 
 
 @pytest.mark.slow
+def test_a_signal_after_a_runs_last_step_ends_the_sweep(cache: Path, tmp_path: Path) -> None:
+    words = ("-m", *COMMAND, "trainer.max_steps=2", "optimizer.lr=1e-3,2e-4", "checkpoint.resume=auto")
+    sweep = launched(cache, tmp_path, *words)
+    while not list(tmp_path.glob("outputs/run/*/summary.json")):  # trained, and its report is not written yet
+        assert sweep.poll() is None, sweep.communicate()
+        time.sleep(0.01)
+    sweep.send_signal(signal.SIGTERM)
+    out, said = sweep.communicate()
+    assert sweep.returncode == 75, said
+    assert "run 2 of 2: not started" in said and len(list((tmp_path / "outputs" / "run").iterdir())) == 1
+    (line,) = re.findall(r"^go on: (.*)$", out, re.MULTILINE)
+    mgpu(cache, tmp_path, *shlex.split(line)[1:])
+    assert [len(metrics(folder)) for folder in (tmp_path / "outputs" / "run").iterdir()] == [2, 2]
+
+
+@pytest.mark.slow
 def test_points_that_differ_in_what_is_no_mathematics_find_their_own(cache: Path, tmp_path: Path) -> None:
     words = ("-m", *COMMAND, "trainer.max_steps=2,3", "checkpoint.resume=auto", "checkpoint.every_n_steps=1")
     mgpu(cache, tmp_path, *words)
