@@ -33,17 +33,15 @@ class Asked:
     swept: Sequence[str] = ()
 
 
-def line_for(alone: Sequence[str], folder: Path, resume: str = "auto", start: Sequence[str] = ()) -> str:
+def line_for(alone: Sequence[str], folder: Path, start: Sequence[str] = ()) -> str:
     """The line that goes on in ``folder``.
 
     Args:
         alone: flags and overrides that start this very run, for a point of a sweep without the sweep.
-        resume: ``checkpoint.resume`` of that line; empty leaves what ``alone`` says.
         start: what the words are given to; by default this program.
     """
-    ours = ("run.dir", "checkpoint.resume") if resume else ("run.dir",)
-    words = [*without(alone, *ours), f"run.dir={hydra_quoted(str(folder))}"]
-    return shlex.join([*(start or this_program()), *words, *([f"checkpoint.resume={resume}"] if resume else [])])
+    words = [*without(alone, "run.dir", "checkpoint.resume"), f"run.dir={hydra_quoted(str(folder))}"]
+    return shlex.join([*(start or this_program()), *words, "checkpoint.resume=auto"])
 
 
 def without(words: Sequence[str], *keys: str) -> list[str]:

@@ -174,10 +174,8 @@ def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked)
     root = folder.paths.root
     if not folder.paths.config.exists():
         run_folder.begin(folder, config, asked.overrides, asked.command)
-    # a run that starts from another one's step has no step of its own yet
-    named = config.checkpoint.resume not in ("none", "auto") and not run_folder.has_trained(folder.paths)
     print("stopped before training began; there was nothing to save", file=sys.stderr)
-    print(f"go on: {line_for(asked.alone, root, '' if named else 'auto')}")
+    print(f"go on: {line_for(asked.alone, root)}")
     print(f"run: {root}", flush=True)
     return LaunchResult("stopped", EXIT_STOPPED, root)
 

@@ -17,6 +17,7 @@ from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
 from mgpu_pipe.models.folder import read_config_json
+from mgpu_pipe.runs.newest import STARTS_FROM, recorded
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     """The step folder that an attempt starts from: this run's newest valid one, else what was asked for, else none.
+
+    A run that began from another run's step, and has saved none of its own yet, begins from there again.
 
     Raises:
         CheckpointError: no usable checkpoint where there are some or one was named, or a damaged one under
@@ -41,9 +44,12 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
             f"{paths.checkpoints}: none of its {len(damaged)} checkpoints can be read whole; look with mgpu-pipe "
             f"checkpoints check {paths.root} --full, or start in another run.dir"
         )
-    if checkpoint.resume in ("none", "auto"):
+    source = checkpoint.resume
+    if source == "auto":
+        source = str(recorded(paths.root).get(STARTS_FROM, "none"))
+    if source in ("none", "auto"):
         return None
-    return resolve_source(checkpoint.resume, checkpoint.on_corruption, checkpoint.verify).absolute()
+    return resolve_source(source, checkpoint.on_corruption, checkpoint.verify).absolute()
 
 
 def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: bool = False) -> list[str]:

@@ -28,7 +28,7 @@ from mgpu_pipe.launch.again import line_for
 from mgpu_pipe.launch.auto_resume import HASH_DIGITS, attempts, find_own, named_after
 from mgpu_pipe.launch.environment import write_environment
 from mgpu_pipe.launch.summary import read_summary
-from mgpu_pipe.runs.newest import begun, is_run_folder, recorded, runs_in
+from mgpu_pipe.runs.newest import STARTS_FROM, begun, is_run_folder, recorded, runs_in
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.prepare import PreparedData
@@ -186,6 +186,8 @@ def begin(
             kept.unlink()
         now = time.time()
         stamp: dict[str, object] = {"started": now, "command": list(command), "folder": os.getcwd(), "launch": launch}
+        if config.checkpoint.resume not in ("none", "auto"):
+            stamp[STARTS_FROM] = str(Path(config.checkpoint.resume).expanduser().absolute())
         _record_environment(paths, config, stamp)
         _write_overrides(paths, overrides)
         freeze(config, paths.config)
@@ -209,7 +211,8 @@ def record_launch(
     freeze(config, paths.config)
     remember(paths.config)
     _write_overrides(paths, overrides)
-    _record_environment(paths, config, environment)
+    kept = {key: value for key, value in recorded(paths.root).items() if key == STARTS_FROM}
+    _record_environment(paths, config, {**environment, **kept})
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
     paths.tokenizer.mkdir(exist_ok=True)
     for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was

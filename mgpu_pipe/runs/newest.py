@@ -19,6 +19,8 @@ from mgpu_pipe.errors import BadInputError, ConfigError, RunFolderError
 ROOT_KEY = "run.root"
 DEPTH = 4
 """Folders below ``run.root`` that are looked into: run.dir may be there, and run.name is one level."""
+STARTS_FROM = "starts_from"
+"""Entry of ``environment.json``: the run or step folder that ``checkpoint.resume`` named when the run was begun."""
 NO_RUNS = ("manifest.json", "configured.yaml")
 """What lies in a checkpoint's step and in a verification, which have a configuration too."""
 

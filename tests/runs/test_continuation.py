@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_more_and_fewer_loader_processes_go_on_bit_for_bit(cache: Path, tmp_path
         whole = column(uninterrupted, name)
         assert column(more, name) == {step: whole[step] for step in range(5, 10)}, name
         assert column(fewer, name) == {9: whole[9]}, name
+
+
+def test_a_run_that_is_killed_before_its_first_step_goes_on_from_where_it_was_to_start(
+    cache: Path, tmp_path: Path, uninterrupted: Path
+) -> None:
+    more = ("data.micro_batch_size=4", "run.dir=more")
+    began = gone_on(cache, tmp_path, uninterrupted, 4, *more)
+    for _ in range(2):  # what a kill leaves, and what a second one does: no step, no row
+        shutil.rmtree(began / "checkpoints")
+        for name in ("metrics.csv", "summary.json"):
+            (began / name).unlink()
+        again = run_folder(mgpu(cache, tmp_path, *BASE, *more, "checkpoint.resume=auto"))
+        for name in COLUMNS:
+            whole = column(uninterrupted, name)
+            assert column(again, name) == {step: whole[step] for step in range(5, 10)}, name
 
 
 def test_another_micro_batch_size_goes_on_within_rounding(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:
