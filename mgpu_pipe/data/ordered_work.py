@@ -1,7 +1,8 @@
 """Work for a few processes, whose results come in order. Everything goes through pipes.
 
 The standard library's pools and torch's loader make named semaphores, which stay in ``/dev/shm`` when their processes
-are killed together. A pipe has no name: nothing is left, whoever is killed.
+are killed together. A pipe has no name: nothing is left, whoever is killed. What goes through it is pickled, between
+this process and its own children alone, as multiprocessing does; its own pickler would put tensors in shared memory.
 """
 
 from __future__ import annotations
