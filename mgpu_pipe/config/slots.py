@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mgpu_pipe.config.build import TARGET, check_target
+from mgpu_pipe.config.callback_needs import callback_errors
 from mgpu_pipe.config.logger_needs import logger_errors
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
@@ -16,7 +17,6 @@ from mgpu_pipe.errors import ConfigError
 OPTIMIZER_BASE = "torch.optim.Optimizer"
 LOGGER_BASE = "pytorch_lightning.loggers.Logger"
 CALLBACK_BASE = "pytorch_lightning.Callback"
-CHECKPOINT_CALLBACK = "pytorch_lightning.callbacks.Checkpoint"
 EARLY_STOPPING = "pytorch_lightning.callbacks.EarlyStopping"
 LOGGED = ("val/loss",)
 """What this project's objectives log for callbacks."""
@@ -35,7 +35,7 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
         for name, leaf in leaves.items():
             key = f"{section}.{name}"
             errors += check_target(leaf, base, key, provided) or [
-                *logger_errors(leaf, key), *_saves_itself(leaf[TARGET], key),
+                *logger_errors(leaf, key), *callback_errors(leaf, key, bool(config.logger)),
                 *_metric_errors(config, leaf, key),
             ]
     return errors
@@ -92,10 +92,3 @@ def _names(target: str) -> tuple[str, ...]:
     except (NoSuchName, NotAClass, Unknown):
         return OPTIMIZER_PROVIDES
     return OPTIMIZER_PROVIDES if taken.takes_any_keyword else taken.names
-
-
-def _saves_itself(target: str, key: str) -> Iterator[ConfigError]:
-    """Lightning's own checkpoints are whole-world pickles; this program writes its own."""
-    if inherits(target, CHECKPOINT_CALLBACK):
-        fix = "remove it, and use checkpoint.every_n_steps and checkpoint.keep_best"
-        yield ConfigError(f"{key}.{TARGET}", target, fix, "checkpoints are written by this program")

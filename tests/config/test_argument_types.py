@@ -62,3 +62,44 @@ def test_a_wrong_value_is_one_line(overrides: list[str], said: str) -> None:
 def test_what_fits_is_taken() -> None:
     fitting = ["callbacks.early_stopping.patience=2", "callbacks.early_stopping.min_delta=0", "optimizer.options.eps=1"]
     assert all_errors(compose([*STOPPING, *fitting])[0]) == []
+
+
+LIGHTNING = "pytorch_lightning.callbacks"
+
+
+@pytest.mark.parametrize(
+    ("callback", "said"),
+    [
+        ("RichProgressBar", "use trainer.progress=bar"),
+        ("TQDMProgressBar", "use trainer.progress=bar"),
+        ("EMAWeightAveraging", "wants the whole model"),
+        ("StochasticWeightAveraging,swa_lrs:1e-3", "wants the whole model"),
+        ("ModelPruning,pruning_fn:l1_unstructured", "wants the whole model"),
+        ("LearningRateFinder", "sweep the rate"),
+        ("BatchSizeFinder", "use data.micro_batch_size"),
+        ("GradientAccumulationScheduler,scheduling:{four:2}", "use data.micro_batch_size"),
+        ("BackboneFinetuning", "use model.freeze"),
+        ("ThroughputMonitor,batch_size_fn:len", "metrics.csv has"),
+        ("ModelCheckpoint", "use checkpoint.every_n_steps"),
+        ("LearningRateMonitor", "add logger=tensorboard"),
+        ("DeviceStatsMonitor", "add logger=tensorboard"),
+    ],
+)
+def test_a_callback_that_cannot_work_is_refused_with_what_to_use(callback: str, said: str) -> None:
+    config, _ = compose(["logger=none", f"callbacks.mine={{_target_:{LIGHTNING}.{callback}}}"])
+    [error] = all_errors(config)
+    assert "callbacks.mine._target_=" in str(error) and said in str(error)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    ["LearningRateMonitor,logging_interval:step", "DeviceStatsMonitor", "LambdaCallback", "Timer,duration:{hours:1}"],
+)
+def test_a_callback_that_works_is_taken(callback: str) -> None:
+    config, _ = compose(["logger=tensorboard", f"callbacks.mine={{_target_:{LIGHTNING}.{callback}}}"])
+    assert not all_errors(config)
+
+
+def test_steps_below_one_are_said_once() -> None:
+    config, _ = compose(["trainer.max_steps=-1"])
+    assert [str(error) for error in all_errors(config)] == ["trainer.max_steps=-1: use a number of at least 1"]
