@@ -20,6 +20,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.synonyms import MEANT
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
+from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.again import Asked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -232,6 +233,7 @@ class Result:
     status: str
     exit_code: int
     folder: Path
+    asked_to_stop: bool = False
 
 
 typed: list[Asked] = []
@@ -255,7 +257,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         end = ends.get(len(seen), 0)
         if isinstance(end, Exception):
             raise end
-        return Result("finished", end, tmp_path / f"run{len(seen)}")
+        return Result("finished", end, tmp_path / f"run{len(seen)}", asked_to_stop=len(seen) == ends.get(0))
 
     local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.launch.sweep_end")
     local.launch = launch  # type: ignore[attr-defined]
@@ -304,6 +306,18 @@ def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: 
     assert cli.main(["-m", "seed=1,2,3"]) == 1
     assert [config.seed for config in seen] == [1, 2]
     assert "run 3 of 3: not started" in capsys.readouterr().err
+
+
+def test_a_signal_that_comes_too_late_for_a_run_ends_the_sweep_before_the_next(
+    launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(stop, "_requested", False)
+    seen, ends, tables = launched
+    ends[0] = 2
+    assert cli.main(["-m", "seed=1,2,3,4"]) == EXIT_STOPPED
+    assert [config.seed for config in seen] == [1, 2] and [len(table) for table in tables] == [2]
+    said = capsys.readouterr().err
+    assert "run 3 of 4: not started" in said and "run 4 of 4: not started" in said
 
 
 def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_alone(

@@ -7,6 +7,8 @@ import re
 import socket
 from collections.abc import Mapping
 
+from mgpu_pipe.errors import ConfigError
+
 LIFELINE_FD = "MGPU_LIFELINE_FD"
 """Set for the workers of a launcher of our own, whose world is not joined but launched."""
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
@@ -15,10 +17,19 @@ SLURM_PORTS = (15000, 20000)
 
 
 def existing_world(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the world this process was started in; empty if it was not, so that it launches its own."""
+    """The variables of the world this process was started in; empty if it was not, so that it launches its own.
+
+    Raises:
+        ConfigError: one of them is missing or no number that can be.
+    """
     if LIFELINE_FD in environment:
         return {}
-    if all(name in environment for name in WORLD_VARIABLES):
+    if _is_torchs(environment):
+        size, here = _torch_sizes(environment)
+        _number(environment, "RANK", 0, size - 1)
+        _number(environment, "MASTER_PORT", 1, 65535)
+        if "LOCAL_RANK" in environment:
+            _number(environment, "LOCAL_RANK", 0, here - 1)
         return {name: environment[name] for name in WORLD_VARIABLES}
     return _slurm_world(environment) if _is_slurm_step(environment) else {}
 
@@ -27,46 +38,88 @@ def joined_processes() -> tuple[int, int] | None:
     """Processes of the joined world, and those of them on this node; None where there is none.
 
     What this process sees of the node's GPUs does not tell: srun may show each task its own alone.
+
+    Raises:
+        ConfigError: a variable of the world is missing or no number that can be.
     """
-    if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
-        return None
     if LIFELINE_FD in os.environ:
         return None
-    if all(name in os.environ for name in WORLD_VARIABLES):
-        size = int(os.environ["WORLD_SIZE"])
-        return size, int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if _is_torchs(os.environ):
+        return _torch_sizes(os.environ)
     return _slurm_sizes(os.environ) if _is_slurm_step(os.environ) else None
+
+
+def _is_torchs(environment: Mapping[str, str]) -> bool:
+    return all(environment.get(name) for name in WORLD_VARIABLES)
+
+
+def _torch_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Processes of the world, and those of this node."""
+    size = _number(environment, "WORLD_SIZE", 1)
+    return size, _number(environment, "LOCAL_WORLD_SIZE", 1, size) if "LOCAL_WORLD_SIZE" in environment else size
 
 
 def _is_slurm_step(environment: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task of several; a batch script has SLURM_PROCID, too."""
-    return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environment
+    if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
+        return False
+    return _number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
 
 
 def _slurm_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
     """Tasks of the step, and those of this node."""
-    here = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
-    return int(environment["SLURM_STEP_NUM_TASKS"]), here
+    size, name = _number(environment, "SLURM_STEP_NUM_TASKS", 1), "SLURM_STEP_TASKS_PER_NODE"
+    text = _variable(environment, name)
+    try:
+        counts = tasks_per_node(text)
+    except ValueError:
+        raise _refused(name, text, "it is no list of numbers such as 2(x3),1") from None
+    return size, counts[_number(environment, "SLURM_NODEID", 0, len(counts) - 1)]
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str:
+    text = environment.get(name, "")
+    if not text:
+        raise _refused(name, text, "it is not set, though other variables of a world are")
+    return text
+
+
+def _number(environment: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+    """A variable's value, a number from ``least`` to ``most``."""
+    text = _variable(environment, name)
+    if not (text.isascii() and text.isdigit() and int(text) >= least and (most is None or int(text) <= most)):
+        wanted = f"a number from {least}" + ("" if most is None else f" to {most}")
+        raise _refused(name, text, f"it is not {wanted}")
+    return int(text)
+
+
+def _refused(name: str, text: str, reason: str) -> ConfigError:
+    own = "SLURM_STEP_NUM_TASKS" if name.startswith("SLURM") else "RANK"
+    fix = f"start it by {'srun' if own != 'RANK' else 'torchrun'}, or unset {own} for a run of its own"
+    return ConfigError(name, text, fix, reason)
 
 
 def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables of an srun task."""
     first_port, ports = SLURM_PORTS
-    job, step = int(environment.get("SLURM_JOB_ID", "0")), int(environment.get("SLURM_STEP_ID", "0"))
+    job, step = (_number({name: "0", **environment}, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     size, local_size = _slurm_sizes(environment)
     return {
-        "RANK": environment["SLURM_PROCID"],
+        "RANK": str(_number(environment, "SLURM_PROCID", 0, size - 1)),
         "WORLD_SIZE": str(size),
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID", 0, local_size - 1)),
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _master_address(environment),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(first_port + (job * 31 + step) % ports),
+        "MASTER_PORT": str(
+            _number(environment, "MASTER_PORT", 1, 65535) if environment.get("MASTER_PORT")
+            else first_port + (job * 31 + step) % ports
+        ),
     }
 
 
 def _master_address(environment: Mapping[str, str]) -> str:
     """The first node's name, or, where that is a name of SLURM's only, the address srun was started at."""
-    host = first_host(environment["SLURM_STEP_NODELIST"])
+    host = first_host(_variable(environment, "SLURM_STEP_NODELIST"))
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror:

@@ -20,6 +20,8 @@ LONGEST_TABLE = 30
 """Differing tensors that are shown."""
 LONGEST_VALUE = 60
 """Characters of a configuration's value that are shown."""
+LEAST_WIDTH = 12
+"""Of a column whose text may be wrapped."""
 
 
 def checkpoints_table(steps: Sequence[Step], taken: int | None, kept: Mapping[int, str]) -> None:
@@ -69,9 +71,9 @@ def _table(*titles: str) -> Table:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for title in titles:
-        wraps = title in ("strategy", "tensor", "key", "first", "second")
+        wraps = title in ("strategy", "tensor", "key", "first", "second", "state")
         table.add_column(title.lstrip(">"), justify="right" if title.startswith(">") else "left",
-                         no_wrap=not wraps, overflow="fold")  # fmt: skip
+                         no_wrap=not wraps, min_width=LEAST_WIDTH if wraps else None, overflow="fold")  # fmt: skip
     return table
 
 

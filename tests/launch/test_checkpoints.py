@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from mgpu_pipe.checkpoint.compare import compare_tensors
+from mgpu_pipe.checkpoint.ruined import mark_ruined
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.cli import main
 from mgpu_pipe.launch.lock import RunLock
@@ -77,6 +78,12 @@ def test_the_list_says_when_by_what_and_which_one_resume_takes(run: Path, capsys
     assert [listed[step].split()[-1] for step in STEPS] == [MISSING, "best", "last", "last"]
     assert "step-00000050.partial: unfinished" in text and "resume=auto" in text
     assert list(rows(said(capsys, str(run / "checkpoints" / "step-00000020")))) == [20]
+
+
+def test_a_long_state_leaves_the_strategy_readable(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mark_ruined(run / "checkpoints", [30, 40])
+    text = said(capsys, str(run))
+    assert "zero3" in rows(text)[40] and all(len(line) <= 80 for line in text.splitlines() if "zero3" in line)
 
 
 def test_a_truncated_newest_step_is_shown_and_the_one_before_it_is_taken(

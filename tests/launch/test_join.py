@@ -46,6 +46,29 @@ def test_a_worker_of_our_own_does_not_join() -> None:
     assert existing_world({**TORCHRUN, "MGPU_LIFELINE_FD": "5"}) == {}
 
 
+def test_variables_that_are_set_to_nothing_make_no_world() -> None:
+    assert existing_world(dict.fromkeys(TORCHRUN, "")) == {}
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "value"),
+    [
+        *((TORCHRUN, "RANK", value) for value in ("x", "2", "-1", "1.0")),
+        *((TORCHRUN, "WORLD_SIZE", value) for value in ("0", "two")),
+        *((TORCHRUN, "MASTER_PORT", value) for value in ("", "none", "0", "65536")),
+        (TORCHRUN, "LOCAL_WORLD_SIZE", "3"), (TORCHRUN, "LOCAL_RANK", "2"),
+        *((SRUN, name, "x") for name in SRUN if name not in ("SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")),
+        *((SRUN, name, "") for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_STEP_NODELIST")),
+        (SRUN, "SLURM_PROCID", "4"), (SRUN, "SLURM_NODEID", "2"), (SRUN, "SLURM_LOCALID", "2"),
+        (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(xy)"), (SRUN, "MASTER_PORT", "x"),
+    ],
+)  # fmt: skip
+def test_a_world_that_cannot_be_is_refused_by_the_variable(world: dict[str, str], name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        existing_world({**world, name: value})
+    assert caught.value.key == name and "\n" not in str(caught.value)
+
+
 def test_torchruns_world_is_joined() -> None:
     assert existing_world(TORCHRUN)["RANK"] == "1"
 
