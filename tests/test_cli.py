@@ -440,3 +440,10 @@ def test_the_wheel_carries_the_conf_tree_and_the_licence_and_runs_from_any_folde
     elsewhere.mkdir()
     done = mgpu_pipe("check", "experiment=quickstart", folder=elsewhere, path=tmp_path / "installed")
     assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize("params", [".seed='\"1,2\"'", "={seed:'1,2'}"])
+def test_values_to_sweep_below_what_is_null_are_one_line(params: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "-m", "model=llama_tiny", "data=synthetic", f"+hydra.sweeper.params{params}"]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: an override sets a part of what is null") and "-m KEY=1,2" in line

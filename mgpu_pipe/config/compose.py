@@ -219,6 +219,21 @@ def composition_errors() -> Iterator[None]:
                     raise cause from None
                 cause = cause.__cause__ or cause.__context__
             raise BadInputError(one_line(error)) from error
+        except (AssertionError, AttributeError) as error:
+            if not _is_of_omegaconf(error):
+                raise
+            raise BadInputError(
+                f"an override sets a part of what is null ({one_line(error)}); give values to sweep as -m KEY=1,2, "
+                "or hydra.sweeper.params in a configuration file"
+            ) from error
+
+
+def _is_of_omegaconf(error: BaseException) -> bool:
+    """Whether OmegaConf raised it, which meets a null with no error of its own."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("omegaconf.")
 
 
 def one_line(error: BaseException) -> str:
