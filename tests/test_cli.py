@@ -447,3 +447,8 @@ def test_values_to_sweep_below_what_is_null_are_one_line(params: str, capfd: pyt
     assert cli.main(["check", "-m", "model=llama_tiny", "data=synthetic", f"+hydra.sweeper.params{params}"]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("error: an override sets a part of what is null") and "-m KEY=1,2" in line
+
+
+def test_an_empty_run_folder_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "model=llama_tiny", "data=synthetic", "run.dir="]) == 2
+    assert capfd.readouterr().err == "error: run.dir=: give a folder, or leave it out\n"

@@ -11,7 +11,7 @@ from mgpu_pipe.config.logger_needs import logger_errors
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherits, signature
-from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.config.suggest import choose_from, nearest
 from mgpu_pipe.errors import ConfigError
 
 OPTIMIZER_BASE = "torch.optim.Optimizer"
@@ -34,6 +34,11 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
     ):
         for name, leaf in leaves.items():
             key = f"{section}.{name}"
+            meant = nearest(name, set(leaves) - {name})
+            if meant and isinstance(leaf, Mapping) and leaf and TARGET not in leaf:  # an argument of a misspelt leaf
+                fix = f"did you mean {section}.{meant}?"
+                errors += [ConfigError(f"{key}.{word}", value, fix, "no such key") for word, value in leaf.items()]
+                continue
             errors += check_target(leaf, base, key, provided) or [
                 *logger_errors(leaf, key), *callback_errors(leaf, key, bool(config.logger)),
                 *_metric_errors(config, leaf, key),

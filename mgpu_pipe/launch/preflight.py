@@ -264,6 +264,8 @@ def _run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInput
         return []
     run = config.run
     key, given = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
+    if not given.strip():
+        return []  # said by value_errors
     folder = Path(given).expanduser()
     if folder.exists() and not folder.is_dir():
         return [ConfigError(key, folder, "give another folder", "this is a file")]

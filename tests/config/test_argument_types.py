@@ -103,3 +103,9 @@ def test_a_callback_that_works_is_taken(callback: str) -> None:
 def test_steps_below_one_are_said_once() -> None:
     config, _ = compose(["trainer.max_steps=-1"])
     assert [str(error) for error in all_errors(config)] == ["trainer.max_steps=-1: use a number of at least 1"]
+
+
+def test_an_argument_of_a_misspelt_leaf_leads_to_that_leaf() -> None:
+    config, _ = compose([*STOPPING, "callbacks.early_stoping.patience=3"])
+    said = "callbacks.early_stoping.patience=3: no such key; did you mean callbacks.early_stopping?"
+    assert [str(error) for error in all_errors(config)] == [said]
