@@ -107,6 +107,8 @@ def choose_folder(config: RunConfig, restart_of: str = "", swept: Sequence[str] 
 def settle(folder: RunFolder, config: RunConfig, alone: Sequence[str] = (), restart: bool = False) -> RunFolder:
     """Look at the chosen folder, now that its lock is held: go on in it, begin in it, or refuse it.
 
+    Files that a killed process had not finished go: whoever could be writing one holds the lock, too.
+
     Args:
         alone: the words that start this run alone, for the line that goes on in the folder.
 
@@ -115,7 +117,16 @@ def settle(folder: RunFolder, config: RunConfig, alone: Sequence[str] = (), rest
     """
     auto = config.checkpoint.resume == "auto" or restart
     refuse_contents(folder.paths, auto, alone)
+    _remove_unfinished(folder.paths)
     return replace(folder, goes_on=auto and folder.paths.config.is_file())
+
+
+def _remove_unfinished(paths: RunPaths) -> None:
+    with writing_to(paths.root):
+        for folder in (paths.root, paths.logs, paths.checkpoints):
+            for entry in folder.glob("*.partial"):
+                if entry.is_file():  # a step's folder is retention's
+                    entry.unlink()
 
 
 def refuse_contents(paths: RunPaths, auto: bool, alone: Sequence[str] = ()) -> None:
@@ -179,9 +190,6 @@ def begin(
     paths = folder.paths
     began = not paths.config.exists()
     with writing_to(paths.root):
-        for entry in list(paths.root.iterdir()):
-            if entry.is_file() and entry.suffix == ".partial":
-                entry.unlink()
         for _, kept in attempts(paths.root):  # of a launch that never trained
             kept.unlink()
         now = time.time()

@@ -227,6 +227,21 @@ def test_attempts_are_counted_over_launches_and_their_configurations_kept(tmp_pa
     assert len(set(kept)) == 3
 
 
+def test_what_a_kill_left_unfinished_goes_when_the_run_is_gone_on_in(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "auto", tmp_path / "run")
+    paths = chosen(config).paths
+    freeze(config, paths.config)
+    left = [paths.root / ".metrics.csv.19150.partial", paths.root / "summary.json.partial",
+            paths.logs / "rank-0.error.partial", paths.checkpoints / "ruined.json.partial"]  # fmt: skip
+    step = paths.checkpoints / "step-00000002.partial"
+    for folder in (paths.logs, step):
+        folder.mkdir(parents=True)
+    for file in left:
+        file.touch()
+    assert chosen(config).goes_on
+    assert not any(file.exists() for file in left) and step.exists()
+
+
 def test_a_name_that_leaves_its_folder_is_refused(tmp_path: Path) -> None:
     for name in ("../elsewhere", "a/b", "", ".."):
         config = config_in(tmp_path)
