@@ -75,6 +75,10 @@ def writing_to_cache(cache: Path) -> Iterator[None]:
         ) from error
 
 
+class EarlierVersion(ValueError):
+    """Written before these files had hashes of their own."""
+
+
 def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
     """Flush every file of ``folder`` to disk, then write its manifest: ``meta``, and size and hashes of each file."""
     listed = {}
@@ -99,6 +103,8 @@ def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
         fault = _fault(folder, manifest["files"])
     except OSError as error:
         fault = f"{error.filename or folder}: cannot be read ({error.strerror})"
+    except EarlierVersion:
+        fault = f"{folder}: was written by an earlier version"
     except (ValueError, KeyError, TypeError, AttributeError):
         fault = f"{folder / MANIFEST}: is damaged"
     if fault and tell:
@@ -173,7 +179,9 @@ def read_hashed(path: Path) -> dict[str, Any]:
         ValueError: it is not what was written.
     """
     value = json.loads(path.read_bytes())
-    if not isinstance(value, dict) or value.pop(_HASH, None) != _hash_of(value):
+    if isinstance(value, dict) and _HASH not in value:
+        raise EarlierVersion(f"{path}: has no hash of its own")
+    if not isinstance(value, dict) or value.pop(_HASH) != _hash_of(value):
         raise ValueError(f"{path}: is damaged")
     return value
 

@@ -68,6 +68,8 @@ def preflight_errors(
     if not known:
         found += [*relation_errors(config, joined=joined()), *numerics_errors(config)]
         found += _run_folder_errors(config, alone)
+        if not any(_section(error) == "checkpoint" for error in found):
+            found += _collected(lambda: _check_start(config))
         if not range_errors(config):
             found += _size_errors(config)
         if not any(_section(error) == "model" for error in found):
@@ -113,6 +115,23 @@ def _check_model(config: RunConfig) -> None:
             return  # said by value_errors
         check_model_folder(model.path, *_tokenizer_ids(config))
     check_model_config(model)
+
+
+def _check_start(config: RunConfig) -> None:
+    """What the run is to begin from is a checkpoint that is whole by its files' sizes."""
+    from mgpu_pipe.checkpoint.select import resolve_source
+
+    start = config.checkpoint
+    for key, source in (("checkpoint.resume", start.resume), ("checkpoint.init_from", start.init_from)):
+        if source in (None, "none", "auto") or not Path(source).expanduser().exists():
+            continue  # what does not exist is said by value_errors
+        if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(Path(source).expanduser())):
+            continue  # a run that goes on needs it no more
+        resolve_source(source, start.on_corruption, "size", key)
+
+
+def _is_model_folder(folder: Path) -> bool:
+    return (folder / "config.json").exists() and not (folder / "manifest.json").exists()
 
 
 def _check_attention(config: RunConfig) -> None:

@@ -99,6 +99,12 @@ def test_each_fault_is_one_line_with_key_and_fix(overrides: list[str], said: str
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("key", ["checkpoint.resume", "checkpoint.init_from"])
+def test_a_start_without_a_checkpoint_is_refused_by_check(key: str, tmp_path: Path):
+    (message,) = messages(f"{key}={tmp_path}")
+    assert message == f"{key}={tmp_path}: holds no checkpoint; give another run's folder or a step-* folder"
+
+
 def test_faults_of_all_kinds_come_together():
     wrong = ["trainer.devcies=4", "optimizer.lr=-1", "model.config.hiden_size=3", "data=jsonl"]
     composition = compose_checked([CPU, *wrong])

@@ -389,6 +389,20 @@ def test_a_flipped_bit_in_the_cache_is_named_and_the_data_made_again(
     assert caplog.text.count(f"{folder / name}: block 0 of 1 (of 4 MiB each) is damaged") == 1
 
 
+def test_a_cache_of_an_earlier_version_is_made_again_and_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = text_files(tmp_path)
+    first = prepare(run)
+    manifest = first.folder / "manifest.json"
+    earlier = json.loads(manifest.read_text())
+    del earlier["sha256"]
+    manifest.write_text(json.dumps(earlier))
+    assert prepare(run) == first
+    assert f"{first.folder}: was written by an earlier version; it is prepared again" in caplog.text
+    assert "damaged" not in caplog.text
+
+
 @pytest.mark.parametrize(("kind", "field"), [("packs", "samples"), ("packs", "valid_tokens"), ("tokens", "documents"),
                                              ("tokens", "files"), ("tokenizer", "vocab_size")])  # fmt: skip
 @pytest.mark.parametrize("where", ["name", "value"])
