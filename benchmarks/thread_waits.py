@@ -20,7 +20,7 @@ from benchmarks.support import finish
 from mgpu_pipe.launch.threads import SPIN_COUNT, SPIN_VARIABLE, WAITING_VARIABLES
 from mgpu_pipe.training.metrics_file import read_metrics
 
-ROUNDS, STEPS, WARM_UP = 3, 11, 3
+ROUNDS, STEPS, WARM_UP = 2, 11, 3
 OVERRIDES = (
     "model=llama_small", "data.seq_len=128", "data.global_batch_size=8", f"trainer.max_steps={STEPS}",
     "checkpoint=none", "data.validation_max_samples=8", "trainer.progress=off", "precision=fp32",
@@ -69,6 +69,7 @@ def main() -> None:
                     with load(busy):
                         found = step_seconds(ranks, 1 if wait == ONE else cores, waits)
                     seconds.setdefault((ranks, name, wait), []).extend(found)
+                    print(f"{name}, {ranks} ranks, {wait}: {statistics.median(found):.3f} s", flush=True)
     rows = []
     for (ranks, name, wait), found in seconds.items():
         one = statistics.median(seconds[ranks, name, ONE])
