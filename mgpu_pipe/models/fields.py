@@ -33,6 +33,8 @@ WIDTH_IS_HEADS = {"gpt2", "llama", "mistral", "mixtral", "qwen2"}
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""
+NEEDED = {"xmod": ("default_language", "give the language of the text, e.g. en_XX")}
+"""Fields that a forward pass of a family needs and that have no default."""
 PRIMITIVES: dict[str, tuple[type, ...]] = {
     "int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "list": (list,), "dict": (dict,),
     "tuple": (list, tuple), "None": (type(None),),
@@ -76,7 +78,11 @@ def check_model_config(model: ModelConfig) -> None:
     known = config_class(model_type)
     if known is not None:
         errors = [error for name, value in model.config.items() for error in _check_field(known, name, value)]
-        errors += [] if errors else _check_heads(resolved_fields(model), known.attribute_map)
+        fields = resolved_fields(model)
+        needed, fix = NEEDED.get(model_type, ("", ""))
+        if needed and fields.get(needed) is None:
+            errors.append(ConfigError(f"model.config.{needed}", None, fix))
+        errors += [] if errors else _check_heads(fields, known.attribute_map)
     errors += [] if errors else _check_sizes(resolved_fields(model), model)
     if errors:
         raise ConfigErrors(errors)

@@ -60,6 +60,10 @@ OWN_FAMILIES = frozenset(
 """Families of which those classes are the blocks."""
 
 
+UNCUT_FAMILIES = frozenset(["doge"])
+"""Families whose own plan does not give what one process computes: Doge's masks have weights for each head."""
+
+
 @dataclass(frozen=True)
 class SequencePlan:
     """Where a family's sequence is split: between the embeddings, which are only scaled or added to, and the norm."""
@@ -94,6 +98,8 @@ def brought_plan(model_type: str) -> Mapping[str, str]:
 
 def has_tensor_plan(model_type: str) -> bool:
     """Whether tensor parallelism can cut the family."""
+    if model_type in UNCUT_FAMILIES:
+        return False
     styles = brought_plan(model_type).values()
     cuts = any(STYLES.get(style) in ("column", "packed") for style in styles)
     return model_type in OWN_FAMILIES or (cuts and all(style in STYLES for style in styles))

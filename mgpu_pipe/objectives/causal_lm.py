@@ -94,15 +94,18 @@ class CausalLMObjective(Objective):
         inputs = forward_kwargs(cast("PreTrainedModel", self.model), batch)
         if self._head is None or not self._head.applies:
             return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
-        self._head.labels = batch["labels"]
+        self._head.labels, returned = batch["labels"], None
         try:
             returned = self.model(**inputs).logits
+        except IndexError:  # of a scalar, which the loss is and logits are not
+            if self._head.result is None:
+                raise
         finally:
             self._head.labels = None
         loss, self._head.result = self._head.result, None
-        if loss is not None and _same_values(returned, loss):
+        if loss is not None and returned is not None and _same_values(returned, loss):
             return cast(torch.Tensor, returned)
-        # The model does something to its logits after the head (soft-capping, scaling), so it needs them.
+        # The model does something to its logits after the head (soft-capping, scaling, cutting), so it needs them.
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning("%s changes its logits after the head: they are computed whole, whatever "
                         "objective.loss_chunk_tokens says", type(self.model).__name__)  # fmt: skip

@@ -108,6 +108,8 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     width = _multiple(lcm(8, dims.tp, heads), WIDTH)
     if not has_head_dim:
         width = heads * _multiple(8, -(-WIDTH // heads))
+    elif fields["head_dim"] * int(fields.get("num_attention_heads") or 1) == fields.get("hidden_size"):
+        width = heads * HEAD_DIM  # some families rest on it
     found: dict[str, Any] = {
         "num_attention_heads": heads, "hidden_size": width, **({"head_dim": HEAD_DIM} if has_head_dim else {}),
         "word_embed_proj_dim": width, "embedding_size": width,
@@ -197,7 +199,8 @@ def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]
 
 def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("sliding_window", "attention_window_size"):
+    for name in ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "floor_scale",
+                 "attention_chunk_size"):  # fmt: skip
         if isinstance(fields.get(name), int) and fields[name] > seq_len // 2:
             found[name] = max(1, seq_len // 2)
     positions = fields.get("max_position_embeddings")

@@ -108,3 +108,9 @@ def test_checking_imports_neither_torch_nor_transformers() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_field_that_a_forward_pass_needs_is_asked_for() -> None:
+    with pytest.raises(ConfigErrors, match=r"model\.config\.default_language=null: give the language"):
+        check_model_config(ModelConfig(type="xmod"))
+    check_model_config(ModelConfig(type="xmod", config={"default_language": "en_XX"}))
