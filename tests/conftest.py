@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe import errors
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.threads import limit_threads
@@ -21,6 +22,12 @@ from tests.support.tables import (  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
 limit_threads(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def nothing_concealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test's environment conceals is not concealed in the next one's messages: a program begins with none."""
+    monkeypatch.setattr(errors, "_hidden", {})
 
 
 @pytest.fixture(scope="session")
