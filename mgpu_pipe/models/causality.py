@@ -11,6 +11,9 @@ BIDIRECTIONAL_FAMILIES = frozenset(["cpmant", "xlnet"])
 """Families whose forward pass lets every token see all others, whatever their configuration says."""
 CAUSAL_VALUES: Mapping[str, Any] = {"is_decoder": True, "causal": True}
 """Fields that have to have this value (BERT and its like, XLM)."""
+MIXING = {"doge": "is_moe"}
+"""A boolean of a family under which the tokens of a whole micro-batch are mixed: Doge's routers reshape their logits
+across tokens."""
 BIDIRECTIONAL = "use_bidirectional_attention"
 OF_IMAGES = "vision"
 """A value of that field that is of images alone (Gemma 4)."""
@@ -33,5 +36,9 @@ def check_causality(fields: Mapping[str, Any]) -> None:
         if isinstance(fields.get(name), bool) and fields[name] is not causal:
             fix = f"use model.config.{name}={str(causal).lower()}"
             raise ConfigError(f"model.config.{name}", fields[name], fix, reason)
+    mixing = MIXING.get(str(model_type), "")
+    if fields.get(mixing):
+        fix = f"use model.config.{mixing}=false"
+        raise ConfigError(f"model.config.{mixing}", True, fix, "its result depends on the micro-batch's other tokens")
     if fields.get(BIDIRECTIONAL) not in (None, False, OF_IMAGES):
         raise ConfigError(f"model.config.{BIDIRECTIONAL}", fields[BIDIRECTIONAL], "leave it out", reason)

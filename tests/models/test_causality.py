@@ -18,6 +18,7 @@ SEEING = [
     ("bert", {"is_decoder": False}, "model.config.is_decoder=false: .*; use model.config.is_decoder=true"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "model.config.use_bidirectional_attention=true"),
     ("cpmant", {}, "model.type=cpmant"),
+    ("doge", {"is_moe": True}, "model.config.is_moe=true: .*micro-batch.*; use model.config.is_moe=false"),
     ("xlm", {"causal": False}, "model.config.causal=false"),
 ]
 FINE = [("bert", {"is_decoder": True}), ("gemma3_text", {}), ("llama", {}), ("xlm", {"causal": True})]

@@ -1,0 +1,161 @@
+"""Every causal language model of transformers in its variants, small; and why some cannot be tried."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.models.config_source import NO_DEFAULT, ConfigClass, config_class
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.verify.shrink_model import shrink_model
+
+SEQ_LEN = 24
+MOST = 16
+"""Variants of a family."""
+NOT_MATHEMATICS = frozenset(
+    ["output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "return_last_states",
+     "use_cache", "is_encoder_decoder", "summary_use_proj", "summary_proj_to_labels", "classifier_bias",
+     "use_mems_eval", "use_mems_train", "add_cross_attention", "slow_but_exact", "use_mamba_kernels"]
+)  # fmt: skip
+"""Booleans that change what a forward pass returns or keeps, not what it computes for a causal language model."""
+NOT_ALONE = {
+    "whisper": "a decoder that attends to audio",
+    "moshi": "a decoder of audio codes beside text",
+    "musicgen": "a decoder of audio codes",
+    "musicgen_melody": "a decoder of audio codes",
+    "trocr": "a decoder that attends to an image",
+    "git": "reads images",
+    "mllama": "reads images",
+    "phi4_multimodal": "reads images and audio",
+    "blt": "reads bytes in patches, by a model of its own",
+    "gemma4_assistant": "drafts for another model, whose states it reads",
+    "gemma4_unified_assistant": "drafts for another model, whose states it reads",
+}
+"""Families that are no text model by themselves."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cell's model: the family with some fields set."""
+
+    family: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return ",".join(f"{key}={_short(value)}" for key, value in self.fields.items()) or "as shipped"
+
+
+def _short(value: object) -> str:
+    return str(value.get("rope_type")) if isinstance(value, Mapping) else str(value).lower()
+
+
+def not_tried(family: str) -> str | None:
+    """Why a family is no text model that can be made small; None where it can."""
+    if family in NOT_ALONE:
+        return NOT_ALONE[family]
+    known = config_class(family)
+    if known is None:
+        return "transformers has no configuration class for it where the others have theirs"
+    parts = sorted(name for name in known.annotations if name.endswith("_config") and "quant" not in name)
+    nested = [name for name in parts if name not in ("per_layer_config", "attn_config", "ffn_config")]
+    return f"made of several models ({', '.join(nested)})" if nested else None
+
+
+def variants(family: str) -> list[Variant]:
+    """The family as shipped, with every boolean the other way, in all combinations where those are few; and with
+    rotary tables that depend on the length."""
+    known = config_class(family) or ConfigClass()
+    flips = {name: not default for name, default in _booleans(known)}
+    base = {name: True for name in ("is_decoder", "causal") if name in known.annotations}
+    flips = {name: value for name, value in flips.items() if name not in base}
+    rotary = list(_rotary(known))
+    room = MOST - len(rotary)
+    if 2 ** len(flips) <= room:
+        chosen = [dict(pairs) for pairs in _subsets(flips)]
+    else:
+        chosen = [{}, *({name: value} for name, value in flips.items())][:room]
+    found = [Variant(family, {**base, **fields}) for fields in chosen]
+    found += [Variant(family, {**base, **fields}) for fields in rotary]
+    if base:
+        found = [*found[: MOST - 1], Variant(family, dict.fromkeys(base, False))]
+    return found[:MOST]
+
+
+def _booleans(known: ConfigClass) -> Iterator[tuple[str, bool]]:
+    for name, annotation in known.annotations.items():
+        if "bool" not in ast.unparse(annotation) or name in NOT_MATHEMATICS:
+            continue
+        default = known.defaults.get(name, NO_DEFAULT)
+        if isinstance(default, bool) or default is None:
+            yield name, bool(default)
+
+
+def _subsets(flips: Mapping[str, bool]) -> Iterator[list[tuple[str, bool]]]:
+    for taken in product((False, True), repeat=len(flips)):
+        yield [pair for pair, one in zip(flips.items(), taken, strict=True) if one]
+
+
+def _rotary(known: ConfigClass) -> Iterator[dict[str, Any]]:
+    """longrope with a border inside of the sequence; none where tables stand for each kind of layer."""
+    default = known.defaults.get("rope_parameters", NO_DEFAULT)
+    if "rope_parameters" in known.annotations and (default is None or default is NO_DEFAULT):
+        yield {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
+                                   "original_max_position_embeddings": SEQ_LEN // 2}}  # fmt: skip
+
+
+def small(variant: Variant, tp: int = 1) -> ModelConfig:
+    """The variant as ``mgpu-pipe verify`` makes it small."""
+    fields = {**EXTRA.get(variant.family, {}), **variant.fields}
+    rope = fields.pop("rope_parameters") if "rope_parameters" in variant.fields else None
+    model = ModelConfig(name=variant.family, type=variant.family, config=fields)
+    dims = ParallelDims(tp=tp)
+    made = shrink_model(model, dims, SEQ_LEN)
+    made.config.update(rope_type_of(made, rope) if rope else {})
+    return made
+
+
+def rope_type_of(made: ModelConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Longrope's factors for the rotary width of the small model, which building it alone tells."""
+    from mgpu_pipe.models.build import build_meta
+
+    plain = build_meta(made)
+    widths = {module.inv_freq.numel() for module in plain.modules() if hasattr(module, "inv_freq")}
+    if len(widths) != 1:
+        raise ValueError(f"no single rotary table: {sorted(widths)}")
+    (width,) = widths
+    short = [1.0 + 0.1 * index for index in range(width)]
+    own = getattr(plain.config, "rope_parameters", None) or {}
+    if any(isinstance(entry, Mapping) for entry in own.values()):
+        raise ValueError("rotary tables by the kind of layer")
+    fields = {**own, **rope, "short_factor": short, "long_factor": [4.0 * value for value in short]}
+    found: dict[str, Any] = {"rope_parameters": fields}
+    if hasattr(plain.config, "original_max_position_embeddings"):
+        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    return found
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
+                            for kind in ("sliding_attention", "full_attention")},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2, "num_attention_heads": 4},
+    "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "xmod": {"default_language": "en_XX"},
+}  # fmt: skip
+"""Fields given before a family is made small: those that it needs and has no default for."""
