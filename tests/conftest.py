@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sysconfig
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.support.tables import (  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
 limit_threads(os.environ)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which the programs that tests start would inherit
 
 
 @pytest.fixture(autouse=True)

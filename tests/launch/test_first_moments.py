@@ -26,9 +26,12 @@ def test_a_run_that_was_asked_for_is_stopped_in_one_line(number: signal.Signals,
         [sys.executable, "-m", "mgpu_pipe", "experiment=quickstart"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until(lambda: catches(program.pid, signal.SIGHUP), "the program's own handler")
-    program.send_signal(number)
-    out, err = program.communicate(timeout=60)
+    try:
+        until(lambda: catches(program.pid, signal.SIGHUP), "the program's own handler")
+        program.send_signal(number)
+        out, err = program.communicate(timeout=60)
+    finally:
+        program.kill()
     assert (program.returncode, out, err) == (75, "", f"{NOT_BEGUN}\n")
     assert not list(tmp_path.iterdir())
 
