@@ -82,5 +82,5 @@ def test_make_train_runs_the_quickstart(tmp_path: Path, cache: Path) -> None:
         cwd=tmp_path, env=environment(cache), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for word in ("perplexity", "unigram", "report.html", "go on", "def "):
+    for word in ("perplexity", "unigram", "report.html", "generate", "export", "def "):
         assert word in done.stdout
