@@ -217,6 +217,8 @@ class Disturbances:
             workers = ["data.num_workers=1"] if self.tally.runs % 4 == 1 else []
             self._one_run(place, place / "cache" if fresh else self._warm, workers, count)
             self.tally.runs += 1
+            done = sum(self.tally.by_phase.values())
+            print(f"{done} disturbances, {self.tally.runs} runs", file=sys.stderr, flush=True)
 
     def _one_run(self, place: Path, cache: Path, more: list[str], count: int) -> None:
         folder, out = place / "run", place / "exported"
@@ -336,6 +338,7 @@ def main() -> None:
     parser.add_argument("--real", type=float, default=0.1, help="share of attempts that are not forked")
     arguments = parser.parse_args()
     began = time.monotonic()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the programs would rightly ignore it
     with tempfile.TemporaryDirectory() as place:
         disturbances = Disturbances(Path(place), arguments.seed, arguments.real)
         disturbances.go(arguments.count)
