@@ -137,6 +137,15 @@ def family(pid: int) -> dict[int, str]:
     return {one: began for one, began in found.items() if began}
 
 
+def _status(pid: int) -> str:
+    """State and command, for a report."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return f"{stat[0]} of {stat[1]} {Path(f'/proc/{pid}/cmdline').read_bytes()[-80:]!r}"
+    except OSError:
+        return "gone"
+
+
 def named_memory(pids: dict[int, str]) -> list[str]:
     """Files of /dev/shm that the processes map: those that a SIGKILL would leave there."""
     found = []
@@ -255,7 +264,11 @@ class Disturbances:
             what = f"{number.name} to {target} in {phase}"
             self.tally.by_phase[phase, number.name] += 1
             self._send(program.pid, members, number, target)
-        code, said = program.wait()
+        try:
+            code, said = program.wait()
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            states = [f"{pid} {_status(pid)}" for pid in family(program.pid) | members]
+            raise Disturbed(f"hangs after {what}: {states}") from error
         self.tally.ends[code] += 1
         deadline = time.monotonic() + GONE_WITHIN_S
         while left := [pid for pid, began in members.items() if started_at(pid) == began]:

@@ -7,12 +7,14 @@ processes' command lines, start the real program (tests/support/command.py, test
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
@@ -33,11 +35,13 @@ class ForkedWorker:
         assert argv[:2] == [sys.executable, "-m"] and stdin == subprocess.DEVNULL and stdout is stderr
         sys.stdout.flush()
         sys.stderr.flush()
+        in_its_session, until_then = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 if start_new_session:
                     os.setsid()
+                os.close(until_then)
                 signal.set_wakeup_fd(-1)
                 for number in (*STOP_SIGNALS, signal.SIGCHLD):
                     signal.signal(number, signal.SIG_DFL)
@@ -50,6 +54,9 @@ class ForkedWorker:
                 sys.stderr.flush()
             finally:
                 os._exit(1)  # the program leaves by itself
+        os.close(until_then)
+        os.read(in_its_session, 1)  # as Popen: whoever gets to know of a process finds it in its own group
+        os.close(in_its_session)
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -80,6 +87,7 @@ def _give_up_descriptors(kept: Sequence[int]) -> None:
 def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
     os.chdir(cwd)
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
     from mgpu_pipe.launch import workers
 
@@ -122,6 +130,9 @@ class ForkedProgram:
         """Wait for the end; what it wrote to stdout and stderr."""
         self._process.join(timeout)
         ended = self.returncode is not None
+        if not ended:
+            self.send_signal(signal.SIGUSR2)
+            time.sleep(1.0)
         self.kill()
         out, err = (Path(path).read_text(errors="replace") for path in self._streams)
         assert ended, f"still running after {timeout} s\n{out[-3000:]}\n{err[-3000:]}"
