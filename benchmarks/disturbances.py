@@ -51,7 +51,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP)
 TARGETS = ("launcher", "process", "all")
 DISTURBED_AT_MOST = 6
 """Attempts of one run that are disturbed; then it may end."""
-PATIENCE_S = 180.0
+PATIENCE_S = 600.0
 GONE_WITHIN_S = 30.0
 
 
