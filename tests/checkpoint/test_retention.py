@@ -148,4 +148,5 @@ def test_a_symbolic_link_in_a_steps_place_is_never_followed_to_delete(suffix: st
     _save(root, 70)
     prune(root, 1)
     assert sorted(path.name for path in precious.iterdir()) == kept
-    assert sorted(path.name for path in root.iterdir()) == ["step-00000060", "step-00000070"]
+    # a link is no checkpoint of this run: one in a step's own place stays for somebody to look at
+    assert [path.name for path in sorted(root.iterdir()) if not path.is_symlink()] == ["step-00000060", "step-00000070"]

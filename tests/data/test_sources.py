@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 import time
@@ -13,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.sources import check_sources, open_source, source_names
@@ -158,9 +158,9 @@ def test_numbers_out_of_range_and_unknown_sources_are_refused_together(tmp_path:
 
 def _edit_index(cache: Path, path: Path, **entries: object) -> None:
     (index,) = (cache / "fingerprints").iterdir()
-    known = json.loads(index.read_text())
+    known = read_hashed(index)
     known[str(path)].update(entries)
-    index.write_text(json.dumps(known))
+    write_hashed(index, known)
 
 
 LONG_AFTER_NS = time.time_ns() + 10**13

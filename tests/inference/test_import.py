@@ -104,7 +104,7 @@ def test_a_file_that_brings_code_is_refused_also_with_trust(tmp_path: Path, caps
         (lambda path: path.mkdir(), "neither a Lightning or torch file nor a DeepSpeed folder"),
         (lambda path: (path.mkdir(), (path / "config.json").touch()), "use model=hf model.path="),
         (lambda path: (path.mkdir(), (path / "manifest.json").touch()), "use checkpoint.init_from="),
-        (lambda path: None, "no such file or folder"),
+        (lambda path: None, "nothing is there; correct the path"),
         (lambda path: (path.mkdir(), (path / "latest").write_text("x")), "repeat with --trust"),
     ],
 )  # fmt: skip

@@ -57,9 +57,13 @@ def test_weights_of_a_run_of_another_shape_are_refused(cache: Path, finished: Pa
 
 
 def test_what_lightning_refuses_is_one_line(cache: Path, tmp_path: Path) -> None:
-    monitor = "+callbacks.x._target_=pytorch_lightning.callbacks.LearningRateMonitor"
-    said = mgpu(cache, tmp_path, *BASE, monitor, code=2)
-    assert "error: callbacks, logger: Lightning refuses this: Cannot use `LearningRateMonitor`" in said
+    (tmp_path / "mine.py").write_text(
+        "import pytorch_lightning as pl\nfrom pytorch_lightning.utilities.exceptions import MisconfigurationException\n"
+        "class Picky(pl.Callback):\n    def setup(self, trainer, pl_module, stage):\n"
+        "        raise MisconfigurationException('not with this Trainer')\n"
+    )
+    said = mgpu(cache, tmp_path, *BASE, "+callbacks.x._target_=mine.Picky", code=2)
+    assert "error: callbacks, logger: Lightning refuses this: not with this Trainer" in said
     assert "Traceback" not in said
 
 

@@ -20,13 +20,16 @@ class Skewed(torch.optim.AdamW):
     """Updates a little differently on rank 1."""
     def step(self, closure=None):
         loss = super().step(closure)
-        if os.environ["RANK"] == "1":
+        if os.environ.get("RANK") == "1":
             self.param_groups[0]["params"][0].data.mul_(1.001)
         return loss
 
 class Crashing(torch.optim.AdamW):
+    """Passes the trial before the start, where there is no rank."""
     def step(self, closure=None):
-        raise ArithmeticError("the optimizer lost count")
+        if "RANK" in os.environ:
+            raise ArithmeticError("the optimizer lost count")
+        return super().step(closure)
 '''
 
 
