@@ -19,6 +19,7 @@ NO_DEFAULT = object()
 BASE_CLASSES = {"PreTrainedConfig": "configuration_utils.py", "PretrainedConfig": "configuration_utils.py"}
 PAIR = re.compile(r'\(\s*"([^"]+)",\s*"([^"]+)",?\s*\)|^\s*"([^"]+)":\s*"([^"]+)"', re.MULTILINE)
 NEXT_STATEMENT = re.compile(r"^[^\s)#]", re.MULTILINE)
+ROPE_KEY = re.compile(r'rope_parameters(?:\.get\(|\[)"(\w+)"')
 LOOKED_UP = re.compile(r'getattr\(\s*(?:self\.)?config,\s*"(\w+)"')
 
 
@@ -101,14 +102,21 @@ def _place(model_type: str) -> tuple[Path, str] | None:
     return None
 
 
-def rope_parameter_names() -> set[str]:
-    """Keys that ``rope_parameters`` takes."""
+def rope_parameter_names(model_type: str) -> set[str]:
+    """Keys that ``rope_parameters`` takes: those of all families, and those that the family's own code looks up."""
     folder = package_folder()
     file = folder / "modeling_rope_utils.py" if folder else None
     node = _class_node(file, "RopeParameters") if file and file.is_file() else None
-    return set() if node is None else {
-        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
+    if node is None:
+        return set()
+    names = {item.target.id for item in node.body
+             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}  # fmt: skip
+    place = _place(model_type)
+    modeling = place[0].with_name(place[0].name.replace("configuration_", "modeling_")) if place else None
+    for one in (place[0] if place else None, modeling):
+        if one is not None and one.is_file():
+            names |= set(ROPE_KEY.findall(one.read_text(encoding="utf-8")))
+    return names
 
 
 def _class_node(file: Path, class_name: str) -> ast.ClassDef | None:

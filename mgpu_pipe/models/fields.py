@@ -77,7 +77,8 @@ def check_model_config(model: ModelConfig) -> None:
         raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no causal language model {model_type}")])
     known = config_class(model_type)
     if known is not None:
-        errors = [error for name, value in model.config.items() for error in _check_field(known, name, value)]
+        settings = model.config.items()
+        errors = [error for name, value in settings for error in _check_field(model_type, known, name, value)]
         fields = resolved_fields(model)
         needed, fix = NEEDED.get(model_type, ("", ""))
         if needed and fields.get(needed) is None:
@@ -116,7 +117,7 @@ def _model_type(model: ModelConfig) -> str:
     return str(read_config_json(Path(model.path).expanduser())["model_type"])
 
 
-def _check_field(known: ConfigClass, name: str, value: Any) -> list[BadInputError]:
+def _check_field(model_type: str, known: ConfigClass, name: str, value: Any) -> list[BadInputError]:
     key = f"model.config.{name}"
     if name in SET_ELSEWHERE:
         return [ConfigError(key, value, SET_ELSEWHERE[name])]
@@ -128,20 +129,19 @@ def _check_field(known: ConfigClass, name: str, value: Any) -> list[BadInputErro
     if annotation is not None and not _accepts(annotation, value):
         return [ConfigError(key, value, f"give {_described(annotation)}", "wrong type")]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
-        return _check_rope(key, value)
+        return _check_rope(key, value, rope_parameter_names(model_type))
     return []
 
 
-def _check_rope(key: str, value: Mapping[str, Any]) -> list[BadInputError]:
+def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[BadInputError]:
     """Misspelt rope keys; entries that are mappings are per layer type and hold such keys themselves."""
-    known = rope_parameter_names()
     if not known:
         return []
     errors: list[BadInputError] = []
     for name, entry in value.items():
         if isinstance(entry, Mapping):
-            errors += _check_rope(f"{key}.{name}", entry)
-        elif name not in known and name != "type" and (close := nearest(name, known)):
+            errors += _check_rope(f"{key}.{name}", entry, known)
+        elif entry is not None and name not in known and name != "type" and (close := nearest(name, known)):
             errors.append(ConfigError(f"{key}.{name}", entry, f"did you mean {close}?", "no such rope parameter"))
     return errors
 

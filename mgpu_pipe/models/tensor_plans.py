@@ -61,8 +61,8 @@ OWN_FAMILIES = frozenset(
 
 
 UNCUT_FAMILIES = frozenset(["doge", "inkling2_text"])
-"""Families whose own plan does not give what one process computes: Doge's masks have weights for each head, and the
-gradients of Inkling 2's experts come out wrong."""
+"""Families whose own plan does not give what one process computes: Doge's masks have weights for each head, Inkling 2
+has a norm inside its embedding."""
 
 
 @dataclass(frozen=True)

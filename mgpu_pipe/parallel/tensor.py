@@ -279,13 +279,18 @@ class TensorParallel:
                     "strategy.tp", self.size, "use strategy.ep in its place",
                     f"the experts of {name} are transposed or have biases, which cannot be cut along their width here",
                 )
-            for attribute, parameter in list(experts.named_parameters(recurse=False)):
-                style = self.plan.get(f"{name}.{attribute}")
+            held = dict(experts.named_parameters(recurse=False))
+            styles = {attribute: self.plan.get(f"{name}.{attribute}") for attribute in held}
+            width = min((held[one].shape[-1] for one, style in styles.items() if style == "row"), default=0)
+            for attribute, parameter in held.items():
+                style = styles[attribute]
                 if style == "row":
                     self.parameters.cut(experts, attribute, parameter.dim() - 1, self._even(name, parameter.shape[-1]))
                 elif style in ("column", "packed"):
                     dim = parameter.dim() - 2
-                    ranges = self._even(name, parameter.shape[dim], 2 if style == "packed" else 1)
+                    # Twice as wide as what follows: two fused matrices, also where a plan does not say so.
+                    fused = style == "packed" or parameter.shape[dim] == 2 * width
+                    ranges = self._even(name, parameter.shape[dim], 2 if fused else 1)
                     self.parameters.cut(experts, attribute, dim, ranges)
             block = self.modules[name.rpartition(".")[0]]
             experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence)

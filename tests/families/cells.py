@@ -110,8 +110,11 @@ def _rotary(known: ConfigClass) -> Iterator[dict[str, Any]]:
 
 def small(variant: Variant, tp: int = 1) -> ModelConfig:
     """The variant as ``mgpu-pipe verify`` makes it small."""
-    fields = {**EXTRA.get(variant.family, {}), **variant.fields}
-    rope = fields.pop("rope_parameters") if "rope_parameters" in variant.fields else None
+    given = dict(variant.fields)
+    rope = given.pop("rope_parameters", None)
+    fields = {**EXTRA.get(variant.family, {}), **given}
+    for name, more in NEEDED_WITH.items():
+        fields |= more if fields.get(name) else {}
     model = ModelConfig(name=variant.family, type=variant.family, config=fields)
     dims = ParallelDims(tp=tp)
     made = shrink_model(model, dims, SEQ_LEN)
@@ -124,19 +127,32 @@ def rope_type_of(made: ModelConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
     from mgpu_pipe.models.build import build_meta
 
     plain = build_meta(made)
-    widths = {module.inv_freq.numel() for module in plain.modules() if hasattr(module, "inv_freq")}
-    if len(widths) != 1:
-        raise ValueError(f"no single rotary table: {sorted(widths)}")
-    (width,) = widths
-    short = [1.0 + 0.1 * index for index in range(width)]
     own = getattr(plain.config, "rope_parameters", None) or {}
-    if any(isinstance(entry, Mapping) for entry in own.values()):
-        raise ValueError("rotary tables by the kind of layer")
-    fields = {**own, **rope, "short_factor": short, "long_factor": [4.0 * value for value in short]}
-    found: dict[str, Any] = {"rope_parameters": fields}
-    if hasattr(plain.config, "original_max_position_embeddings"):
-        found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    kinds = [kind for kind, entry in own.items() if isinstance(entry, Mapping)]
+    found: dict[str, Any] = {}
+    if kinds:
+        held = [kind for kind in kinds if any(hasattr(module, f"{kind}_inv_freq") for module in plain.modules())]
+        tables = {kind: _longrope(plain, rope, own[kind], f"{kind}_inv_freq") for kind in held}
+        if not held:
+            raise ValueError(f"no rotary table of {' or '.join(kinds)}")
+        found["rope_parameters"] = {**own, **tables}
+    else:
+        found["rope_parameters"] = _longrope(plain, rope, own, "inv_freq")
+        if hasattr(plain.config, "original_max_position_embeddings"):
+            found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if vars(plain.config).get("head_dim", 0) is None:
+        found["head_dim"] = plain.config.hidden_size // plain.config.num_attention_heads
     return found
+
+
+def _longrope(plain: Any, rope: Mapping[str, Any], own: Mapping[str, Any], table: str) -> dict[str, Any]:
+    widths = {getattr(module, table).numel() for module in plain.modules() if hasattr(module, table)}
+    if len(widths) != 1:
+        raise ValueError(f"{len(widths)} rotary tables {table}")
+    short = [1.0 + 0.1 * index for index in range(widths.pop())]
+    kept = {name: value for name, value in own.items() if name not in rope and name != "max_position_embeddings"}
+    scales = {"short_mscale": 1.1, "long_mscale": 1.3} if plain.config.model_type == "phimoe" else {}
+    return {**kept, **rope, **scales, "short_factor": short, "long_factor": [4.0 * value for value in short]}
 
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -156,6 +172,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2, "num_attention_heads": 4},
     "plbart": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2},
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 """Fields given before a family is made small: those that it needs and has no default for."""
+NEEDED_WITH = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}}
+"""Fields that go with a boolean which is off by default."""

@@ -22,7 +22,7 @@ from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from tests.families.cells import SEQ_LEN
-from tests.support.filling import assembled, fill, owned_pieces
+from tests.support.filling import fill, owned_pieces
 
 ROWS = ((11, 8, 5), (4, 13, 7))
 """Lengths of the documents that make up a row each."""
@@ -92,16 +92,20 @@ def one_document_at_a_time(config: ModelConfig, weights: Tensors, dtype: torch.d
     from transformers import AutoModelForCausalLM
 
     settings = copy.deepcopy(model_config(config))
-    rope = getattr(settings, "rope_parameters", None)
-    if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-        # The table of a sequence of SEQ_LEN tokens, which is beyond the border; the documents are not.
-        rope["short_factor"] = rope["long_factor"]
+    rope = getattr(settings, "rope_parameters", None) or {}
+    for table in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):
+        if table.get("rope_type") == "longrope":
+            # The table of a sequence of SEQ_LEN tokens, which is beyond the border; the documents are not.
+            if "long_mscale" in table:  # Phi-MoE's scale depends on the length, its frequencies do not
+                table["short_mscale"] = table["long_mscale"]
+            else:
+                table["short_factor"] = table["long_factor"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-    model.to(dtype)
+    compute_in(model, dtype)
     docs = documents(settings.get_text_config().vocab_size)
     count = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in docs)
     total = 0.0
@@ -116,6 +120,12 @@ def one_document_at_a_time(config: ModelConfig, weights: Tensors, dtype: torch.d
     seen = float((whole[: len(part)] - part).abs().max() / whole.abs().max())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": total, "gradients": gradients, "sees_the_future": seen > 1e-4}
+
+
+def compute_in(model: Any, dtype: torch.dtype) -> None:
+    if dtype is torch.float64:
+        model.set_experts_implementation("eager")  # grouped products have no float64
+    model.to(dtype)
 
 
 def steps(model: Any, batches: list[Batch]) -> tuple[float, Tensors]:
@@ -172,7 +182,7 @@ def tensor_parallel(
     assert group is not None
     apply_tensor_parallel(model, group)
     fill(model, weights)
-    model.to(dtype)
+    compute_in(model, dtype)
     way = "packed, both at once" if isolates(config) else "padded, three at once"
     loss, _ = steps(model, ways(config, isolates(config))[way])
     reduce_replicated_gradients(model, group)
@@ -195,6 +205,3 @@ def error(found: tuple[float, Mapping[str, torch.Tensor]], expected: Mapping[str
             bound = 1e-5 * float(want[name].double().norm()) + 1e-7 * total
             errors.append((float((gradient - want[name]).double().norm()) / bound, name))
     return max(errors, key=lambda one: one[0] if one[0] == one[0] else float("inf"))
-
-
-__all__ = ["assembled", "error", "one_document_at_a_time", "single", "tensor_parallel", "values_of", "whole_model"]

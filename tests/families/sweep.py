@@ -34,7 +34,7 @@ from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import model_types
 from tests.families.cells import Variant, not_tried, small, variants
 from tests.families.step import (
-    assembled,
+    compute_in,
     error,
     isolates,
     one_document_at_a_time,
@@ -43,6 +43,7 @@ from tests.families.step import (
     values_of,
     whole_model,
 )
+from tests.support.filling import assembled
 from tests.support.processes import run_processes
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
@@ -113,7 +114,8 @@ def _on_one_process(model: ModelConfig, compiles: bool) -> tuple[Cell, Any, Any]
         if near(cell["single"]):
             values = {name: value.clone() for name, value in values_of(whole).items()}
             exact = one_document_at_a_time(model, values, torch.float64)
-            results = single(model, whole.double())
+            compute_in(whole, torch.float64)
+            results = single(model, whole)
             cell["single"] = _judged({way: error(result, exact) for way, result in results.items()}, "float64")
     except Exception as failure:
         return {**cell, "single": _told("crash", failure)}, None, None
