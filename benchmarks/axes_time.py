@@ -61,7 +61,7 @@ def own_block(config: Any, prepared: Any, axis: str) -> tuple[list[float], list[
 
     from mgpu_pipe.config.freeze import freeze
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.training.metrics_file import read_metrics
+    from mgpu_pipe.runs.metrics_file import read_metrics
     from mgpu_pipe.training.run import train
 
     with tempfile.TemporaryDirectory() as folder:

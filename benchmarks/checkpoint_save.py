@@ -54,7 +54,7 @@ def state_of(nbytes: int, hidden: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def pieces_of(tensors: dict[str, Any], dim: int, rank: int, world: int) -> list[Any]:
     """This rank's slices along a dim, contiguous as a shard is."""
-    from mgpu_pipe.checkpoint.boxes import Box, Piece
+    from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 
     found = []
     for name, tensor in tensors.items():

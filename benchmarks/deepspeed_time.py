@@ -26,10 +26,10 @@ from mgpu_pipe.data.loader import train_windows
 from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.strategies.zero_engine import LossModule
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.training.metrics_file import read_metrics
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.run import train
 

@@ -25,8 +25,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import train_windows
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.training.metrics_file import read_metrics
 from mgpu_pipe.training.run import train
 
 BLOCKS, STEPS, WARM_UP = 3, 14, 3

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 
-from mgpu_pipe.help import COMPOSING
+from mgpu_pipe.commands import Verb, find_verb, verb_names
+from mgpu_pipe.errors import EXIT_OK, BadInputError
 
-SECTIONS = {"eval": "data", "import": "model"}
-"""Verbs that take the overrides of one section."""
-
-Verb = Callable[[list[str]], int]
+QUERY = "query="
 
 
 @dataclass(frozen=True)
@@ -25,28 +24,45 @@ class Choices:
     """The command line without its verb, for Hydra to complete; None where it has nothing to add."""
 
 
-def choices(line: str, verbs: Mapping[str, Verb], words_of: Mapping[str, Callable[[], list[str]]]) -> Choices:
-    """Complete the last word of ``line``, the command line up to the cursor as the shell hands it over.
+def asked_shell(words: Sequence[str]) -> str | None:
+    """The shell that wants to know how its line may go on; None where none does."""
+    if not {"-sc", "--shell-completion"}.intersection(words):
+        return None
+    return next((word.removeprefix(QUERY) for word in words if word.startswith(QUERY)), None)
 
-    Args:
-        verbs: every verb.
-        words_of: the first words that verbs without a configuration take.
-    """
+
+def complete(words: list[str], shell: str) -> int:
+    """Print what the last word of the shell's line may become; the line is in ``COMP_LINE``."""
+    from mgpu_pipe.config import hydra_cli
+
+    line = os.environ.get("COMP_LINE", "")
+    if not line.strip():
+        raise BadInputError(f"-sc {QUERY}{shell}: is what the shell asks; set it up by mgpu-pipe -sc install={shell}")
+    offered = choices(line)
+    options = list(offered.own)
+    if offered.line is not None:
+        options += hydra_cli.completed_overrides(hydra_cli.parse(words), offered.line)
+    print(("\n" if shell == "fish" else " ").join(options))
+    return EXIT_OK
+
+
+def choices(line: str) -> Choices:
+    """Complete the last word of ``line``, the command line up to the cursor as the shell hands it over."""
     program, *words = line.split() or [""]
     word = words.pop() if words and not line[-1].isspace() else ""
-    verb = words[0] if words and words[0] in verbs else ""
-    rest = words[1:] if verb else words
+    verbs = verb_names()
+    name = words[0] if words and words[0] in verbs else ""
+    verb, rest = find_verb(name or "train"), words[1:] if name else words
     if word.startswith("-"):
-        return Choices(_starting(word, _flags(verbs[verb or "train"])), None)
-    own = [] if words else _starting(word, list(verbs))
-    if verb in words_of and not rest:
-        own = _starting(word, words_of[verb]())
-    of_section = verb in SECTIONS and word.startswith(SECTIONS[verb])
-    takes_overrides = not verb or verb in COMPOSING or of_section
-    return Choices(own, " ".join([program, *rest, word]) if takes_overrides else None)
+        return Choices(_starting(word, _flags(verb)), None)
+    own = _starting(word, [] if words else verbs)
+    if name and not rest:
+        own = _starting(word, verb.first_words())
+    of_section = bool(verb.section) and word.startswith(verb.section)
+    return Choices(own, " ".join([program, *rest, word]) if verb.composes or of_section else None)
 
 
-def _starting(word: str, options: list[str]) -> list[str]:
+def _starting(word: str, options: Sequence[str]) -> list[str]:
     return [option for option in options if option.startswith(word)]
 
 
@@ -54,5 +70,5 @@ def _flags(verb: Verb) -> list[str]:
     """The long flags that a verb's own help names."""
     shown = io.StringIO()
     with redirect_stdout(shown), redirect_stderr(io.StringIO()), suppress(SystemExit):
-        verb(["--help"])
+        verb.run(["--help"])
     return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", shown.getvalue())))

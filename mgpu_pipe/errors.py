@@ -7,6 +7,7 @@ traceback; anything that is not an :class:`MgpuError` is a defect of this progra
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -123,3 +124,9 @@ class NonFiniteError(MgpuError):
 
 class WorkerError(MgpuError):
     """A worker died of something that is not the user's error; carries the tail of its own message."""
+
+
+def print_error(error: MgpuError) -> None:
+    """Print an error on stderr, one line; several errors one line each."""
+    for single in error.errors if isinstance(error, ConfigErrors) else [error]:
+        print("error:", one_line(single), file=sys.stderr)

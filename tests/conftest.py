@@ -11,8 +11,8 @@ import pytest
 
 from mgpu_pipe import errors
 from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.threads import limit_threads
 from mgpu_pipe.launch.extensions import prepare_extensions
-from mgpu_pipe.launch.threads import limit_threads
 from mgpu_pipe.strategies.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
 from tests.support.tables import (  # noqa: F401  pytest finds hooks here

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.layout import Layout, fragments, layouts_of, unsharded_shape
 from mgpu_pipe.models.parts import local_tensor

@@ -14,10 +14,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
 from mgpu_pipe.checkpoint.layout import KINDS
 from mgpu_pipe.checkpoint.save import Plan, planned_for
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 
 ALIGNMENT = 64
 """Bytes that a copy's place is a multiple of: a cache line, and every dtype's size."""

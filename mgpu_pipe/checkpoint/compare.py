@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.host import blocks
 from mgpu_pipe.checkpoint.layout import KINDS
 from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 
 BATCH_BYTES = 64 * 1024 * 1024
 """Elements are read together up to so many bytes of float64: a file's header is parsed once a batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from mgpu_pipe.checkpoint.boxes import Box
+from mgpu_pipe.checkpoint.tensor_slices import Box
 
 
 def flat_boxes(name: str, shape: Sequence[int], start: int, stop: int) -> list[Box]:

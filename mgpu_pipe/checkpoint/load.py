@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.host import DTYPES, SLICE_BYTES, blocks, byte_view, select
 from mgpu_pipe.checkpoint.integrity import Verify, check_sizes, read_small_file, read_state
 from mgpu_pipe.checkpoint.layout import CONFIG
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES, Entry, TensorFile
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.errors import CheckpointError
 
 MIN_GAP_BYTES = 4096

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.checkpoint import files
-from mgpu_pipe.checkpoint.boxes import Box, tiling_fault
 from mgpu_pipe.checkpoint.chunks import FileRecord, number_of_chunks
 from mgpu_pipe.checkpoint.layout import CONFIG, FORMAT_VERSION, KINDS, MANIFEST, STATE
 from mgpu_pipe.checkpoint.strict_json import (
@@ -27,6 +26,7 @@ from mgpu_pipe.checkpoint.strict_json import (
     parse,
 )
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
+from mgpu_pipe.checkpoint.tensor_slices import Box, tiling_fault
 from mgpu_pipe.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30

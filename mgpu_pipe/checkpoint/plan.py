@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgpu_pipe.checkpoint.boxes import Box, tiling_fault
 from mgpu_pipe.checkpoint.layout import KINDS, tensor_file_name
 from mgpu_pipe.checkpoint.manifest import StoredTensor
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
+from mgpu_pipe.checkpoint.tensor_slices import Box, tiling_fault
 from mgpu_pipe.errors import CheckpointSaveError
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, record_of
 from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
 from mgpu_pipe.checkpoint.finite import NotFinite, all_finite
@@ -23,6 +22,7 @@ from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
 from mgpu_pipe.checkpoint.plan import Held, plan_files
 from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.errors import CheckpointSaveError
 
 if TYPE_CHECKING:

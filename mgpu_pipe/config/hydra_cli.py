@@ -74,12 +74,6 @@ def answer(parsed: argparse.Namespace) -> None:
         )
 
 
-def asked_completion(parsed: argparse.Namespace) -> str | None:
-    """The shell that wants to know how a line may go on; None where none does."""
-    asked = [text.removeprefix("query=") for text in parsed.overrides if text.startswith("query=")]
-    return asked[0] if parsed.shell_completion and asked else None
-
-
 def completed_overrides(parsed: argparse.Namespace, line: str) -> list[str]:
     """Hydra's completion of the last word of ``line``; a line that it cannot read completes to nothing."""
     shown = io.StringIO()

@@ -7,8 +7,10 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError
 
+COMPARISON = "comparison.html"
+"""A report of several runs."""
 CACHE_CONTENT = {"fingerprints", "tokenizers", "tokens", "extensions", "configurations"}
 """What the folder of cached data holds."""
 
@@ -102,3 +104,15 @@ def private_folder(folder: Path) -> None:
     elif status.st_mode & 0o022:
         raise ConfigError("data.cache_dir", folder, "make it yours alone (chmod 700), or give another folder",
                           "others can write into the cache")  # fmt: skip
+
+
+def working_directory() -> str:
+    """The folder that this program runs in.
+
+    Raises:
+        BadInputError: it was deleted.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise BadInputError(f"the working directory is gone ({error.strerror}); cd to a folder that exists") from error

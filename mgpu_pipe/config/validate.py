@@ -1,6 +1,6 @@
 """Checks of a typed configuration that need nothing but itself, the file system and this machine. No torch.
 
-What the topology, the data and the model decide is checked above, in :mod:`mgpu_pipe.launch.preflight`, which
+What the topology, the data and the model decide is checked above, in :mod:`mgpu_pipe.checks.preflight`, which
 calls this.
 """
 

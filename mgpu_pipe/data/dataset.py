@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.packing import Packs, ranges
 from mgpu_pipe.data.prepare import PreparedData, Split, open_packs
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.token_store import TokenStore
-from mgpu_pipe.data.window import IGNORE_INDEX
 
 # Rows are filled in blocks whose intermediate arrays stay in the processor's cache.
 _BLOCK_TOKENS = 1 << 14
@@ -60,7 +60,7 @@ class PackedDataset:
 
     def batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
-        ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.window.StepWindow` defines them.
+        ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.step_batch.StepWindow` defines them.
 
         The label at the last position of a piece whose document goes on is the document's next token, which lies in
         another sample: a cut costs context, not labels.

@@ -21,7 +21,7 @@ from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.prepare import PreparedData
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.topology import BatchPlan
 
 # Samples whose order is computed at once: one call for many steps costs less than many calls.

@@ -136,7 +136,7 @@ def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path)
     import torch
     from safetensors.torch import save
 
-    from mgpu_pipe.inference.by_blocks import logits_by_blocks
+    from mgpu_pipe.inference.streaming import logits_by_blocks
 
     generator = torch.Generator().manual_seed(0)
     text = model.config.get_text_config()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from mgpu_pipe.checkpoint.boxes import Piece
     from mgpu_pipe.checkpoint.load import CheckpointReader
+    from mgpu_pipe.checkpoint.tensor_slices import Piece
 
 Read = Callable[[str, "torch.dtype"], "torch.Tensor"]
 """Gives a parameter or buffer of the module, whole, on the host, in a type."""
@@ -184,7 +184,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
 
 
 def _whole(name: str, tensor: torch.Tensor) -> Piece:
-    from mgpu_pipe.checkpoint.boxes import Box, Piece
+    from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 
     shape = tuple(tensor.shape)
     return Piece(Box.whole(name, shape), shape, tensor)

@@ -20,7 +20,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.launch.warden import Warden
+from mgpu_pipe.launch.orphan_guard import Warden
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 

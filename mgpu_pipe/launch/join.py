@@ -22,19 +22,21 @@ from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError, WorkerError
-from mgpu_pipe.launch import finish, run_folder, stop
-from mgpu_pipe.launch.again import Asked, joined_start, line_for
+from mgpu_pipe.launch import outcome as finish
+from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.environment import describe_environment
 from mgpu_pipe.launch.failure import follows_a_peers_end
 from mgpu_pipe.launch.live_output import LiveStream
-from mgpu_pipe.launch.lock import RunLock, boot_id, process_identity
 from mgpu_pipe.launch.resume import resume_step
-from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.supervisor import Outcome
-from mgpu_pipe.launch.threads import choose_threads
 from mgpu_pipe.launch.workers import is_stopped, open_log
+from mgpu_pipe.runs import folder as run_folder
+from mgpu_pipe.runs.continue_line import Asked, joined_start, line_for
+from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.runs.folder import RunFolder
+from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, one_line
-from mgpu_pipe.launch import finish, run_folder
-from mgpu_pipe.launch.again import Asked, line_for
-from mgpu_pipe.launch.environment import describe_environment
+from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.extensions import prepare_extensions
-from mgpu_pipe.launch.lock import RunLock
 from mgpu_pipe.launch.preparing import showing_preparation
 from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
-from mgpu_pipe.launch.run_folder import RunFolder
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.threads import choose_threads
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan
+from mgpu_pipe.runs import folder as run_folder
+from mgpu_pipe.runs.continue_line import Asked, line_for
+from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.runs.folder import RunFolder
+from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class LaunchResult:
 
 
 def launch(config: RunConfig, asked: Asked) -> LaunchResult:
-    """Run ``config``, which :func:`mgpu_pipe.launch.preflight.preflight` has passed; in the main thread.
+    """Run ``config``, which :func:`mgpu_pipe.checks.preflight.preflight` has passed; in the main thread.
 
     In a world that torchrun or srun started, this process becomes one of its ranks instead of starting any.
 

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.paths import COMPARISON, RunPaths
 from mgpu_pipe.errors import RunFolderError
-from mgpu_pipe.launch.again import this_program, without
-from mgpu_pipe.report.commands import COMPARISON
 from mgpu_pipe.report.html import write_report
 from mgpu_pipe.report.tables import make_console, near, print_whole, runs_table
+from mgpu_pipe.runs.continue_line import this_program, without
 
 
 def show_sweep(runs: Sequence[RunPaths], folder: Path, stopped: Sequence[str] = ()) -> None:

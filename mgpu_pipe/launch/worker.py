@@ -22,8 +22,8 @@ from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.failure import write_error
-from mgpu_pipe.launch.leave import leave
 from mgpu_pipe.launch.parent_death import Lifeline
+from mgpu_pipe.launch.process_exit import leave
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def train_in(
 
     from mgpu_pipe.config.validate import device_type
     from mgpu_pipe.launch.distributed import process_group
-    from mgpu_pipe.launch.summary import write_finished
+    from mgpu_pipe.runs.summary import write_summary
     from mgpu_pipe.training.run import train
 
     if config.trainer.deterministic:  # read when cuBLAS is first used; without it torch refuses its kernels
@@ -115,7 +115,12 @@ def train_in(
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             samples = _samples(config, result, device)
-        write_finished(paths, result, world, samples, time.monotonic() - started)
+        known = {
+            "status": result.status, "step": result.step, "world_size": world.world_size, **result.summary,
+            "metrics": result.metrics, "wall_s": time.monotonic() - started, "attempts": world.attempt,
+            "samples": samples,
+        }
+        write_summary(paths, known)  # the launcher puts the whole command's time in
     return result
 
 

@@ -15,7 +15,7 @@ from typing import IO
 from mgpu_pipe.config.joined_world import LIFELINE_FD
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
-from mgpu_pipe.launch.warden import Warden
+from mgpu_pipe.launch.orphan_guard import Warden
 
 HOST = "127.0.0.1"
 STORE_FD = "MGPU_STORE_FD"

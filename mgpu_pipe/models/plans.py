@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mgpu_pipe.models.removed import is_removed
+from mgpu_pipe.models.stage_placeholders import is_removed
 
 KEEP = "keep_full_weight"
 """transformers' word for weights that the backward pass needs first, so that freeing them gains nothing."""

@@ -1,7 +1,7 @@
 """What tensor parallelism can cut of each family, and the sizes it takes; needs no torch.
 
 Plans are transformers' own (``base_model_tp_plan`` of a configuration class) and, for families that bring none, this
-project's. :mod:`mgpu_pipe.parallel.tensor_plans` applies the same tables to a model.
+project's. :mod:`mgpu_pipe.parallel.tensor_roles` applies the same tables to a model.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.parallel.tensor_collectives import all_gather_parts
 from mgpu_pipe.parallel.vocabulary import VocabularyShard
 

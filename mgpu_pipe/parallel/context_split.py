@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 
 Method = Literal["ring", "ulysses"]
 Range = tuple[int, int]
@@ -65,7 +65,7 @@ def split_micro_batch(
 
     Args:
         micro_batch: tensors of shape (rows, seq_len, ...), which are cut, and others, which stay; see
-            :class:`~mgpu_pipe.data.window.StepWindow`. A length that does not divide is padded with tokens that
+            :class:`~mgpu_pipe.data.step_batch.StepWindow`. A length that does not divide is padded with tokens that
             count nothing.
         size: ranks that share the sequence.
         rank: of this process among them.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_pipe.models.parts import local_tensor
-from mgpu_pipe.parallel.pipeline_cut import tied_parameter
+from mgpu_pipe.parallel.pipeline_stages import tied_parameter
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.removed import is_removed
+from mgpu_pipe.models.stage_placeholders import is_removed
 from mgpu_pipe.models.tensor_plans import SequencePlan, Style
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
@@ -28,7 +28,7 @@ from mgpu_pipe.parallel.tensor_linear import (
     row_parallel,
 )  # fmt: skip
 from mgpu_pipe.parallel.tensor_parameters import CutParameters
-from mgpu_pipe.parallel.tensor_plans import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
+from mgpu_pipe.parallel.tensor_roles import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
 from mgpu_pipe.parallel.vocabulary import (
     VocabularyShard,
     vocabulary_parallel_embedding,

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from mgpu_pipe.report.plots import Curve, chart
 from mgpu_pipe.report.run_view import RunView, differing
 from mgpu_pipe.report.series import Points, points, smoothed
-from mgpu_pipe.training.metrics_file import METRIC_COLUMNS
+from mgpu_pipe.runs.metrics_file import METRIC_COLUMNS
 
 HELD_OUT_COLOR = 1
 LONGEST_LABEL = 48

@@ -28,8 +28,8 @@ from mgpu_pipe.config.plain_files import (
 )
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import redact
+from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.newest import find_runs, is_run_folder
-from mgpu_pipe.training.metrics_file import read_metrics
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 WARM_UP_ROWS = 2

@@ -13,9 +13,9 @@ from pytorch_lightning.strategies import ParallelStrategy
 from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import create_optimizer_state
-from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims

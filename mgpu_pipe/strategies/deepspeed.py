@@ -17,10 +17,10 @@ from torch import nn
 from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import take_numbers
-from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.window import StepWindow, without_labels
+from mgpu_pipe.data.step_batch import StepWindow, without_labels
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing

@@ -12,14 +12,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces, take_numbers
-from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.base import StepResult
-from mgpu_pipe.parallel.fully_shard import ShardingOptions
+from mgpu_pipe.parallel.fsdp import ShardingOptions
 from mgpu_pipe.parallel.gradients import clip_gradients, scale_gradients
 from mgpu_pipe.parallel.local_update import on_local_shards
 from mgpu_pipe.parallel.loss_scale import LossScale
@@ -41,7 +41,7 @@ class MeshStrategy(EngineStrategy):
     """Runs whole optimizer steps on a mesh of processes. Made by all ranks alike, a collective call.
 
     The process group exists already when the strategy is made. ``fp32`` data parallelism alone keeps whole weights and
-    sums gradients by :class:`~mgpu_pipe.parallel.data.GradientReducer`; everything else goes through FSDP2.
+    sums gradients by :class:`~mgpu_pipe.parallel.ddp.GradientReducer`; everything else goes through FSDP2.
 
     Args:
         dims: the sizes of every axis.

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.context import Method, apply_context_parallel, in_sequences, with_documents
-from mgpu_pipe.parallel.data import GradientReducer
+from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
 from mgpu_pipe.parallel.expert_load import ExpertLoad
 from mgpu_pipe.parallel.float8 import use_float8
-from mgpu_pipe.parallel.fully_shard import (
+from mgpu_pipe.parallel.fsdp import (
     COMPUTE_DTYPES,
     ShardingOptions,
     UsedParameters,
@@ -39,7 +39,7 @@ from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
-from mgpu_pipe.strategies.window_facts import WindowFacts, counted_once
+from mgpu_pipe.strategies.step_gradients import WindowFacts, counted_once
 from mgpu_pipe.topology import ParallelDims
 
 MicroBatch = Mapping[str, torch.Tensor]

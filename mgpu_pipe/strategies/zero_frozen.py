@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_pipe.checkpoint.adapters import tensor_pieces
-from mgpu_pipe.checkpoint.boxes import Piece
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, values_of
 from mgpu_pipe.strategies.zero_state import fragment_pieces
 

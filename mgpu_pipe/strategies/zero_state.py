@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mgpu_pipe.checkpoint.adapters import number_piece
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.flat_ranges import flat_boxes
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.errors import CheckpointError
 
 

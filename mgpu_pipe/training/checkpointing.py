@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.background import BackgroundSaver
-from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.finite import NotFinite
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import best, prune
 from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
 from mgpu_pipe.checkpoint.save import Plan, Planner, write
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 
 _log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
+from mgpu_pipe.runs.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
@@ -34,7 +35,6 @@ from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
-from mgpu_pipe.training.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress

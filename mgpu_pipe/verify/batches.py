@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.topology import BatchPlan
 

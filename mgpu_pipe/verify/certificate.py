@@ -61,7 +61,7 @@ def certificate(
     Args:
         config: as configured; its hash identifies what is certified.
         comparisons: how many comparisons were made.
-        environment: of :func:`mgpu_pipe.launch.environment.describe_environment`.
+        environment: of :func:`mgpu_pipe.runs.environment.describe_environment`.
     """
     plan = BatchPlan.resolve(small.config.data, dims.data_parallel_size, dims.pp)
     precision = small.config.precision.name

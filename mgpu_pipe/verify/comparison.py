@@ -13,11 +13,11 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.boxes import Piece
 from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.tensor_slices import Piece
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.window import ListedWindows, StepWindow
+from mgpu_pipe.data.step_batch import ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Objective
@@ -28,9 +28,9 @@ from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.verify import bounds
+from mgpu_pipe.verify.baseline import PlainRun, PlainStep
 from mgpu_pipe.verify.batches import Batch, global_batch, micro_batches, window_of
 from mgpu_pipe.verify.bounds import Measurement
-from mgpu_pipe.verify.plain import PlainRun, PlainStep
 from mgpu_pipe.verify.transfer import Tensors, check_covered, fill, from_rank_0, norm_of, squared_errors, whole_errors
 
 WindowMaker = Callable[[Batch, int, BatchPlan, int], StepWindow]

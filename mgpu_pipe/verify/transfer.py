@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.host import DTYPES, dtype_name, select
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece, tiling_fault
 from mgpu_pipe.errors import WorkerError
 
 Tensors = dict[str, torch.Tensor]

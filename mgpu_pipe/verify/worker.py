@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.launch.leave import leave
 from mgpu_pipe.launch.parent_death import Lifeline
+from mgpu_pipe.launch.process_exit import leave
 from mgpu_pipe.launch.worker import leave_error
 
 COMPARISON = "comparison.json"

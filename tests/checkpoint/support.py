@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.host import select
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 
 Cut = Callable[[str, tuple[int, ...], int, int], list[Box]]
 

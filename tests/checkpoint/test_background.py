@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint import files
 from mgpu_pipe.checkpoint.background import HostCopies
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.data.window import StepWindow
+from mgpu_pipe.data.step_batch import StepWindow
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 from mgpu_pipe.training.checkpointing import Checkpointer
 from tests.checkpoint.support import config_file, cut_pieces, empty_like, rows

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint import exchange, files, layout
 from mgpu_pipe.checkpoint import save as save_module
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, record_of
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import inspect
 from mgpu_pipe.checkpoint.strict_json import canonical
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.errors import CheckpointError
 from tests.checkpoint.support import cut_pieces, empty_like, flip_bit, model_tensors, save_alone, whole
 

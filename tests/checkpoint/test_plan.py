@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from mgpu_pipe.checkpoint.boxes import Box, tiling_fault
 from mgpu_pipe.checkpoint.plan import Held, plan_files
+from mgpu_pipe.checkpoint.tensor_slices import Box, tiling_fault
 from mgpu_pipe.errors import CheckpointSaveError
 from tests.checkpoint.support import CUTS
 

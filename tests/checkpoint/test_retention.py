@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from tests.checkpoint.support import config_file, flip_bit
 
 

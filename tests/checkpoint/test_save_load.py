@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES
 from mgpu_pipe.checkpoint.host import DTYPES, SLICE_BYTES, host_bytes, select
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.support import (
     CUTS,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mgpu_pipe.checks.preflight import model_fields, preflight
 from mgpu_pipe.config.compose import compose, conf_dir
 from mgpu_pipe.config.listing import list_groups
-from mgpu_pipe.launch.preflight import model_fields, preflight
 from mgpu_pipe.models.count import count_parameters
 
 OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.checks.preflight import preflight, preflight_errors
+from mgpu_pipe.checks.unused_keys import unused_options
 from mgpu_pipe.config import hardware, validate
 from mgpu_pipe.config.compose import compose, compose_checked
 from mgpu_pipe.errors import ConfigErrors
-from mgpu_pipe.launch.preflight import preflight, preflight_errors
-from mgpu_pipe.launch.unused import unused_options
 
 CPU = "trainer.accelerator=cpu"
 

@@ -17,8 +17,8 @@ from mgpu_pipe.data.loader import evaluation_windows, train_windows
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.packing import pack, valid_tokens
 from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 from mgpu_pipe.data.token_store import TokenStore, write_tokens
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config
 

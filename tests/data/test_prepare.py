@@ -25,9 +25,9 @@ from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.encode import encode_all
 from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.data.sources import open_source
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.token_store import TokenStore
 from mgpu_pipe.data.tokenizer import encoder_spec, resolve_tokenizer
-from mgpu_pipe.data.window import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, text_files, write_jsonl
 

@@ -26,10 +26,10 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
-from mgpu_pipe.launch.preflight import preflight_errors
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import model_types
 from tests.families.cells import Variant, not_tried, small, variants

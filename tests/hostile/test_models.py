@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.inference.commands import export
+from mgpu_pipe.cli import main
 from tests.hostile.support import attempt, cases, code, outside, replaced_by_link, replaced_by_pipe, sparse
 from tests.inference.support import write_run, write_texts
 
@@ -185,7 +185,7 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("made")
     write_run(base / "run", "llama", write_texts(base / "texts", 4), base / "cache")
-    assert export([str(base / "run"), "--out", str(base / "model")]) == 0
+    assert main(["export", str(base / "run"), "--out", str(base / "model")]) == 0
     return base / "model"
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import DataConfig, RunConfig

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.inference.by_blocks import logits_by_blocks
 from mgpu_pipe.inference.export import _put_in_place, export_folder
 from mgpu_pipe.inference.load import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
+from mgpu_pipe.inference.streaming import logits_by_blocks
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.save import saved_groups
 from mgpu_pipe.parallel.memory import AllocationWatch

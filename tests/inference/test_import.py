@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mgpu_pipe.cli import main
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.inference.foreign import read_weights
+from mgpu_pipe.inference.external_weights import read_weights
 from mgpu_pipe.inference.load import load_run
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.strategies.zero_engine import prepare_deepspeed

@@ -6,7 +6,6 @@ import io
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import load as load_frozen
 from mgpu_pipe.data.prepare import prepare
-from mgpu_pipe.inference.commands import evaluate, export, generate
 from mgpu_pipe.inference.generation import generate_text, load_tokenizer
 from mgpu_pipe.inference.load import load_run
 from tests.inference.support import write_run, write_texts
@@ -60,7 +59,7 @@ def test_an_export_gives_the_same_logits_and_greedy_text(
 ) -> None:
     root, saved = runs[family]
     out = tmp_path / "exported"
-    assert export([str(root), "--out", str(out)]) == 0
+    assert main(["export", str(root), "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert str(out) in printed
     assert "from_pretrained" in printed
@@ -73,7 +72,7 @@ def test_an_export_gives_the_same_logits_and_greedy_text(
     expected = tokenizer.decode(greedy, skip_special_tokens=True)
     prompts = ["--prompt", "the quick brown fox", "--temperature", "0", "--max-new-tokens", "12"]
     for source in (root, out):
-        assert generate([str(source), *prompts]) == 0
+        assert main(["generate", str(source), *prompts]) == 0
         assert capsys.readouterr().out == expected + "\n"
     assert not list(tmp_path.glob("exported.*"))
 
@@ -84,14 +83,14 @@ def test_export_replaces_only_when_told_and_only_model_folders(
     out = tmp_path / "exported"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    assert export([str(run[0]), "--out", str(out), "--force"]) == 2
+    assert main(["export", str(run[0]), "--out", str(out), "--force"]) == 2
     assert (out / "notes.txt").read_text() == "mine"
     shutil.rmtree(out)
     shutil.copytree(run[0] / "tokenizer", out)
     (out / "config.json").write_text("{}")
-    assert export([str(run[0]), "--out", str(out)]) == 2
+    assert main(["export", str(run[0]), "--out", str(out)]) == 2
     assert "--force" in capsys.readouterr().err
-    assert export([str(run[0]), "--out", str(out), "--dtype", "bf16", "--force"]) == 0
+    assert main(["export", str(run[0]), "--out", str(out), "--dtype", "bf16", "--force"]) == 0
     model = AutoModelForCausalLM.from_pretrained(out, local_files_only=True, dtype="auto")
     assert model.dtype == torch.bfloat16
     torch.testing.assert_close(model.lm_head.weight.float(), run[1].lm_head.weight, rtol=1e-2, atol=1e-4)
@@ -101,7 +100,7 @@ def test_an_export_that_cannot_be_written_is_one_line(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert export([str(run[0]), "--out", str(tmp_path / "file" / "exported")]) == 2
+    assert main(["export", str(run[0]), "--out", str(tmp_path / "file" / "exported")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "cannot be written" in error
@@ -110,16 +109,16 @@ def test_an_export_that_cannot_be_written_is_one_line(
 @pytest.mark.parametrize(
     ("verb", "arguments", "said"),
     [
-        (export, [], "required: --out"),
-        (generate, ["--top-p", "3"], "argument --top-p: 3: use a number above 0 and at most 1"),
-        (generate, ["--max-new-tokens", "x"], "argument --max-new-tokens: x: use a whole number of at least 1"),
-        (evaluate, ["--devise", "cpu"], "unrecognized arguments: --devise"),
+        ("export", [], "required: --out"),
+        ("generate", ["--top-p", "3"], "argument --top-p: 3: use a number above 0 and at most 1"),
+        ("generate", ["--max-new-tokens", "x"], "argument --max-new-tokens: x: use a whole number of at least 1"),
+        ("eval", ["--devise", "cpu"], "unrecognized arguments: --devise"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
-    verb: Callable[[list[str]], int], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    verb: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verb(arguments) == 2
+    assert main([verb, *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -148,7 +147,7 @@ def test_eval_is_the_mean_over_valid_tokens(run: Run, capsys: pytest.CaptureFixt
     root, model = run
     with torch.no_grad():
         expected, tokens = plain_loss(root, model)
-    assert evaluate([str(root)]) == 0
+    assert main(["eval", str(root)]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert float(lines["loss"].split()[0]) == pytest.approx(expected, rel=1e-5)
     assert float(lines["perplexity"]) == pytest.approx(math.exp(expected), rel=1e-3)
@@ -159,16 +158,16 @@ def test_eval_takes_other_data_and_nothing_else(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = write_texts(tmp_path / "held", 2)
-    assert evaluate([str(run[0]), f"data.validation_paths=[{held_out}/*.txt]"]) == 0
+    assert main(["eval", str(run[0]), f"data.validation_paths=[{held_out}/*.txt]"]) == 0
     over = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("over"))
     tokenizer = load_tokenizer(run[0] / "tokenizer")
     total = sum(len(tokenizer(file.read_text())["input_ids"]) for file in held_out.iterdir())
     assert 0.9 * total <= int(over.split()[1]) <= total
-    assert evaluate([str(run[0]), "data.validation_fraction=0"]) == 2
+    assert main(["eval", str(run[0]), "data.validation_fraction=0"]) == 2
     assert "data.validation_paths" in capsys.readouterr().err
-    assert evaluate([str(run[0]), "optimizer.lr=1"]) == 2
+    assert main(["eval", str(run[0]), "optimizer.lr=1"]) == 2
     assert "data overrides only" in capsys.readouterr().err
-    assert evaluate([str(run[0]), "data.validation_pathz=[x]"]) == 2
+    assert main(["eval", str(run[0]), "data.validation_pathz=[x]"]) == 2
     assert "data.validation_paths" in capsys.readouterr().err
 
 
@@ -177,7 +176,7 @@ def test_the_newest_run_is_taken_by_default(
 ) -> None:
     newest = runs[FAMILIES[-1]][0]
     monkeypatch.chdir(newest.parents[2])
-    assert evaluate([]) == 0
+    assert main(["eval"]) == 0
     assert f"outputs/{FAMILIES[-1]}/" in capsys.readouterr().out
 
 
@@ -185,7 +184,7 @@ def test_prompts_come_from_standard_input(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("the lazy dog\n"))
-    assert generate([str(run[0]), "--max-new-tokens", "3"]) == 0
+    assert main(["generate", str(run[0]), "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("the lazy dog")
 
 
@@ -209,18 +208,18 @@ def test_a_prompt_stays_inside_the_context(run: Run, capsys: pytest.CaptureFixtu
     root, model = run
     long = "fox " * 62
     assert generate_text(model, root / "tokenizer", ["fox " * 20], max_new_tokens=500)
-    assert generate([str(root), "--prompt", long * 2]) == 2
+    assert main(["generate", str(root), "--prompt", long * 2]) == 2
     error = capsys.readouterr().err
     assert "context is 64" in error
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", [evaluate, generate])
+@pytest.mark.parametrize("verb", ["eval", "generate"])
 def test_folders_that_are_no_runs(verb, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    prompt = ["--prompt", "x"] if verb is generate else []
+    prompt = ["--prompt", "x"] if verb == "generate" else []
     monkeypatch.chdir(tmp_path)
     for arguments in ([str(tmp_path)], [str(tmp_path / "nowhere")], []):
-        assert verb([*arguments, *prompt]) == 2
+        assert main([verb, *arguments, *prompt]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert error.count("\n") == 1
@@ -232,5 +231,5 @@ def test_a_damaged_checkpoint_is_named(run: Run, tmp_path: Path, capsys: pytest.
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert generate([str(root), "--prompt", "x"]) == 2
+    assert main(["generate", str(root), "--prompt", "x"]) == 2
     assert "checkpoint" in capsys.readouterr().err

@@ -23,9 +23,9 @@ from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.join import _prepare_on_every_node, _with_its_cause, check_world
-from mgpu_pipe.launch.lock import process_identity
 from mgpu_pipe.launch.worker import NODE_LOCK
 from mgpu_pipe.launch.workers import is_stopped
+from mgpu_pipe.runs.lock import process_identity
 from tests.data.support import config as data_config
 from tests.launch.launching import until
 

@@ -14,7 +14,7 @@ from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
 from mgpu_pipe.models.parts import PartOf, local_tensor, parts_held
 from mgpu_pipe.models.slices import fill_from_folder
-from mgpu_pipe.parallel.fully_shard import apply_fully_shard
+from mgpu_pipe.parallel.fsdp import apply_fully_shard
 from mgpu_pipe.topology import ParallelDims
 from tests.models.tiny import write_folder
 from tests.support.processes import run_processes

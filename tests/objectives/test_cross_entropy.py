@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.cross_entropy import chunk_rows, linear_cross_entropy, logits_cross_entropy
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.router_loss import RouterLoss, router_modules

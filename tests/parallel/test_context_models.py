@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.build import build_meta, materialise

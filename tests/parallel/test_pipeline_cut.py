@@ -14,7 +14,7 @@ from mgpu_pipe.models.layout import Layout, layouts_of
 from mgpu_pipe.models.parts import fill_parameters
 from mgpu_pipe.models.plans import decoder_blocks, sharding_units
 from mgpu_pipe.models.stage_parts import STAGE_PARTS
-from mgpu_pipe.parallel.pipeline_cut import cut_stages, tied_parameter
+from mgpu_pipe.parallel.pipeline_stages import cut_stages, tied_parameter
 from tests.parallel.pipeline_support import CPU, gradients_of, model_of, objective_of, whole_model, worst_error
 from tests.support.tiny import COMMON, window
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise_buffers, recipe_of
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.parts import fill_parameters
-from mgpu_pipe.parallel.fully_shard import ShardingOptions, apply_fully_shard
+from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
 from mgpu_pipe.parallel.pipeline_balance import layer_costs
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES

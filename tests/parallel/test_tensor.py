@@ -15,7 +15,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
-from mgpu_pipe.parallel.fully_shard import ShardingOptions, apply_fully_shard, reshard_all
+from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.memory import ForwardMeter
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients

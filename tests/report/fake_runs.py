@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.training.metrics_file import MetricsWriter
+from mgpu_pipe.runs.metrics_file import MetricsWriter
 
 MakeRun = Callable[..., RunPaths]
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights

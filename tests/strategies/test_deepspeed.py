@@ -14,9 +14,9 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.boxes import Piece, tiling_fault
 from mgpu_pipe.checkpoint.host import select
-from mgpu_pipe.data.window import ListedWindows
+from mgpu_pipe.checkpoint.tensor_slices import Piece, tiling_fault
+from mgpu_pipe.data.step_batch import ListedWindows
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective

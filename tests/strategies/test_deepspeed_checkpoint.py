@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.data.window import ListedWindows
+from mgpu_pipe.data.step_batch import ListedWindows
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.base import EngineStrategy

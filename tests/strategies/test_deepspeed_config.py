@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import ConfigErrors
-from mgpu_pipe.launch.overview import overview
-from mgpu_pipe.launch.preflight import preflight
+from mgpu_pipe.report.overview import overview
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from tests.support.needs import need_torch_compile

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
 from tests.support.training import Case, batch_of, built, filled, trained

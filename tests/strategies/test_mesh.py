@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.data.window import ListedWindows
+from mgpu_pipe.data.step_batch import ListedWindows
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep

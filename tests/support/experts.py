@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise, materialise_buffers, recipe_of
 from mgpu_pipe.models.layout import Layout, layouts_of
 from mgpu_pipe.models.parts import fill_parameters

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 
 VOCABULARY, SEQ_LEN = 96, 24
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mgpu_pipe.checkpoint.boxes import Box, Piece, tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import Box, Piece, tiling_fault
 from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
-from mgpu_pipe.data.window import IGNORE_INDEX, ListedWindows, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, ListedWindows, StepWindow
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.freezing import freeze_parameters

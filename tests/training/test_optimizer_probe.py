@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_pipe.launch.optimizer_check import ELEMENTWISE, STATE_AT_START
+from mgpu_pipe.checks.optimizer import ELEMENTWISE, STATE_AT_START
 from mgpu_pipe.training.optimizer_probe import probe
 
 OWN = "tests.support.own_optimizers."

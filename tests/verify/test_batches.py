@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mgpu_pipe.data.window import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.topology import BatchPlan
 from mgpu_pipe.verify.batches import global_batch, window_of
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.window import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan
 from mgpu_pipe.verify.batches import Batch, window_of

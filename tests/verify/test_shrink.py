@@ -130,7 +130,7 @@ def test_what_decides_the_numbers_is_kept() -> None:
 def test_shrinking_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "import mgpu_pipe.verify.command\n"
+        "import mgpu_pipe.verify.driver\n"
         "from mgpu_pipe.config.compose import compose\n"
         "from mgpu_pipe.topology import ParallelDims\n"
         "from mgpu_pipe.verify.shrink import shrink\n"

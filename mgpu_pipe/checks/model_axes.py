@@ -1,0 +1,91 @@
+"""What the model axes (tp, pp, cp, ep) ask of model, batch and options. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu_pipe.checks.pipeline import pipeline_errors
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import resolve_precision
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.context_checks import context_parallel_errors
+from mgpu_pipe.models.experts import expert_parallel_errors
+from mgpu_pipe.models.tensor_plans import tensor_parallel_errors
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+
+def model_axis_errors(
+    config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]
+) -> list[BadInputError]:
+    """Everything that the sizes of the model axes do not fit.
+
+    Args:
+        fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`).
+    """
+    strategy, model_type = config.strategy, str(fields.get("model_type"))
+    errors: list[BadInputError] = list(_option_errors(config, dims))
+    if not dims.uses_model_axes:
+        return errors
+    if dims.tp > 1:
+        errors += tensor_parallel_errors(fields, model_type, dims.tp, strategy.sequence_parallel, config.data.seq_len)
+    errors += context_parallel_errors(
+        fields, model_type, dims.cp, strategy.context.method, config.data.seq_len, dims.tp
+    )
+    span = dims.dp_shard * dims.tp
+    sizes = [size for size in range(1, span + 1) if span % size == 0 and size % dims.tp == 0]
+    errors += expert_parallel_errors(fields, model_type, dims.ep, [1, *sizes])
+    errors += pipeline_errors(
+        fields, model_type, dims.pp, strategy.pipeline.schedule, plan.num_micro_batches, config.model.compile,
+        strategy.pipeline.layers or None, strategy.pipeline.stages_per_rank,
+        checkpointing=strategy.activation_checkpointing,
+    )  # fmt: skip
+    return errors
+
+
+def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
+    strategy, errors = config.strategy, list[ConfigError]()
+    if strategy.sequence_parallel and dims.tp == 1:
+        errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false",
+                                  "it splits activations over the tensor-parallel ranks"))
+    schedule, precision = strategy.pipeline.schedule, resolve_precision(config)
+    if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision == "fp8":
+        fix = "use 1f1b or interleaved_1f1b, or precision=bf16"
+        errors.append(ConfigError("strategy.pipeline.schedule", schedule, fix,
+                                  "it splits the backward pass, which float8 products do not go with"))
+    if strategy.pipeline.layers and dims.pp == 1:
+        errors.append(ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, "give strategy.pp, or leave it "
+                                  "out", "there is one stage"))
+    if strategy.sequence_parallel and dims.cp * dims.tp > 1 and config.data.seq_len % (dims.cp * dims.tp):
+        unit = dims.cp * dims.tp
+        errors.append(ConfigError("data.seq_len", config.data.seq_len, f"use a multiple of {unit}",
+                                  "sequence parallelism splits what context parallelism leaves"))
+    if strategy.offload != "none" and dims.uses_model_axes:
+        errors.append(ConfigError("strategy.offload", strategy.offload, "use none",
+                                  "offload works with the data-parallel strategies only"))
+    flash = config.model.attn_implementation == "flash_attention_2"
+    if flash and dims.pp > 1:
+        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
+                                  "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect"))
+    if flash and strategy.sequence_parallel and dims.ep > 1 and config.objective.router_aux_loss:
+        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
+                                  "it lays rows end to end, which the routers' balance loss cannot tell apart where "
+                                  "sequence parallelism and expert parallelism share the ranks"))
+    if config.precision.name == "fp8" and dims.tp > 1:
+        errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1",
+                                  "tensor parallelism has no float8 products"))
+    return errors
+
+
+def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:
+    """Axes that talk in every layer and whose ranks are not all on one node of ``devices``: key, and what is wrong."""
+    found = []
+    # Ranks of tp follow one another; those of ep do too, with context-parallel ones in between.
+    for axis, span in (("tp", dims.tp), ("ep", dims.ep * dims.cp)):
+        size = getattr(dims, axis)
+        if size > 1 and devices % span:
+            product = "" if span == size else f" x cp={dims.cp}"
+            found.append((f"strategy.{axis}", f"groups of {axis}={size}{product} reach across nodes of {devices} "
+                          f"devices, and exchange activations in every layer; a divisor of {devices} stays inside"))
+    return found

@@ -1,0 +1,102 @@
+"""``mgpu-pipe eval``: what a run reaches on held-out data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.commands import Verb
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.untrusted_run import foreign_data
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError
+from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
+from mgpu_pipe.inference.load import LoadedRun
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.prepare import PreparedData
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE ...]``: held-out loss and perplexity, weights in fp32."""
+    parser = parser_of("eval", "Held-out loss and perplexity, with the run's frozen configuration.")
+    takes_device(parser)
+    parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="other data than the run's")
+    _evaluate(parsed(parser, argv))
+    return EXIT_OK
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    run = open_run(arguments)
+    from mgpu_pipe.data.loader import evaluation_windows
+    from mgpu_pipe.inference.evaluate import evaluate_windows
+    from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.topology import BatchPlan
+
+    config = _evaluation_config(run, arguments.overrides)
+    prepared = _prepared(run, config)
+    windows = evaluation_windows(prepared, BatchPlan.resolve(config.data, 1), 0)
+    if not len(windows):
+        raise ConfigError(
+            "data.validation_fraction", config.data.validation_fraction,
+            "set it above 0, or give held-out files by data.validation_paths", "nothing is held out",
+        )
+    fix_rotary_length(run.model, config.data.seq_len)
+    result = evaluate_windows(run.model, windows)
+    print(f"loss        {result.loss:.6f} nats a token")
+    print(f"perplexity  {result.perplexity:.3f}")
+    if prepared.unigram_perplexity is not None:
+        print(f"unigram     {prepared.unigram_perplexity:.3f} (perplexity of the token frequencies alone)")
+    print(f"over        {result.tokens} tokens of {result.samples} held-out samples, in fp32")
+    print(f"weights     {run.source}")
+
+
+def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration with the data overrides applied; for a model folder, the default data."""
+    from mgpu_pipe.config.compose import compose
+
+    strange = [text for text in overrides if not text.lstrip("+").startswith(("data.", "data="))]
+    if strange:
+        raise BadInputError(f"{strange[0]}: eval takes data overrides only, e.g. data.validation_paths=[held_out.txt]")
+    if run.config is None:
+        return compose(["model=hf", f"model.path={run.source.absolute()}", *overrides])[0]
+    given = {text.lstrip("+").split("=")[0] for text in overrides}
+    config = replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
+    return config if run.own else replace(config, data=foreign_data(config.data, given))
+
+
+def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
+    """``data`` with the keys that ``overrides`` name, composed by Hydra like those of a training run."""
+    from mgpu_pipe.config.compose import compose
+
+    composed = compose(list(overrides))[0].data
+    keys = {text.lstrip("+").split("=")[0] for text in overrides}
+    named = {key.split(".")[1] for key in keys - {"data"}}
+    if "data" in keys:  # another source: only what the model was trained to stays
+        named = {field.name for field in fields(DataConfig)} - ({"seq_len", "tokenizer"} - named)
+    return replace(data, **{name: getattr(composed, name) for name in named})
+
+
+def _prepared(run: LoadedRun, config: RunConfig) -> PreparedData:
+    """The data, tokenised as the run's was: by the tokenizer that the run keeps, where another would come out."""
+    from mgpu_pipe.data.prepare import prepare
+
+    kept = run.tokenizer_folder
+    if not run.own and kept is None and config.data.source != "synthetic" and config.data.tokenizer == "auto":
+        raise ConfigError("data.tokenizer", "auto", "give data.tokenizer=<folder>", f"{run.source} keeps no tokenizer")
+    changed = run.config is None or config is not run.config
+    if not changed or kept is None:
+        prepared = prepare(config)
+        if kept is None or _same_tokenizer(prepared.tokenizer_folder, kept):
+            return prepared
+    return prepare(replace(config, data=replace(config.data, tokenizer=str(kept.absolute()))))
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    files = [folder / "tokenizer.json" for folder in (one, other)]
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
+VERB = Verb("held-out loss and perplexity of a run", evaluate, section="data")

@@ -1,0 +1,60 @@
+"""``mgpu-pipe report``: rebuilds a run's report, or compares several runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mgpu_pipe.commands import Verb
+from mgpu_pipe.config.arguments import VerbParser, parse
+from mgpu_pipe.config.paths import COMPARISON, RunPaths
+from mgpu_pipe.config.schema import RunOptions
+from mgpu_pipe.errors import EXIT_OK, RunFolderError
+from mgpu_pipe.runs.newest import named_or_newest, split_root
+
+
+def report(argv: list[str]) -> int:
+    """Write the report of the runs that ``argv`` names, the newest below ``run.root`` if none; print its path.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        BadInputError: a folder is no run's, there is no run, or the file cannot be written.
+    """
+    words, root = split_root(argv)
+    parser = VerbParser(
+        prog="mgpu-pipe report",
+        description="Write report.html of a run, or a comparison of several, as one file that needs no network.",
+    )
+    parser.add_argument("run", nargs="*", type=Path, metavar="RUN",
+                        help="a run's folder; none: the newest below run.root=<folder> (outputs/)")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or run.root")
+    options = parse(parser, words)
+    if options is None:
+        return EXIT_OK
+    named = list(dict.fromkeys(options.run))
+    if len(named) < 2:
+        named = [named_or_newest(named[0] if named else None, root)]
+    runs = [RunPaths(folder) for folder in named]
+    out = options.out or (runs[0].report if len(runs) == 1 else (root or Path(RunOptions.root)) / COMPARISON)
+    if options.out is None and len(runs) > 1:
+        _make_folder(out.parent)
+    # rich and jinja2 cost a tenth of a second that a wrong argument need not wait for
+    from mgpu_pipe.report.html import write_report
+    from mgpu_pipe.report.tables import runs_table
+
+    written = write_report(runs, out)
+    if len(runs) > 1:
+        runs_table(runs)
+    print(f"report: {written}")
+    return EXIT_OK
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"{folder}: cannot be made ({error.strerror}); choose another place with --out") from error
+
+
+VERB = Verb("rebuild a run's report, or compare runs", report)

@@ -1,0 +1,154 @@
+"""What the verbs that take a configuration share: composing it, once or for each run of a sweep, and checking it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.config.paths import working_directory
+from mgpu_pipe.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    BadInputError,
+    ConfigError,
+    ConfigErrors,
+    MgpuError,
+    one_line,
+    print_error,
+)
+from mgpu_pipe.launch.stop import stop_requested
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.schema import RunConfig
+
+Job = Callable[["Composition"], int]
+WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
+
+HELP = """\
+usage: mgpu-pipe {usage} [OVERRIDES] [OPTIONS]
+
+{description}
+
+overrides:
+  GROUP=OPTION         choose an option, e.g. model=llama_tiny strategy=fsdp
+                       (mgpu-pipe ls lists them)
+  KEY=VALUE            set a key, e.g. optimizer.lr=3e-4 trainer.max_steps=20
+                       (mgpu-pipe schema explains them)
+
+options:
+  -m, --multirun       once for every combination of values, e.g. seed=1,2
+  -cd, --config-dir DIR
+                       a further folder of configurations
+  -cn, --config-name NAME
+                       another primary configuration than config
+  -cp, --config-path DIR
+                       a folder in the place of the shipped configurations
+  -c, --cfg job        print the composed configuration, and do nothing else;
+                       with --resolve: interpolations resolved, with
+                       -p, --package KEY: that section
+  -i, --info [WHAT]    print how it is composed: defaults, searchpath, plugins
+  -sc, --shell-completion
+                       install=bash prints what sets up tab completion
+  --hydra-help         Hydra's own help
+  -h, --help           this help
+"""
+
+
+def composed(
+    verb: str, description: str, words: list[str], job: Job, after_sweep: Callable[[int], None] | None = None
+) -> int:
+    """Compose ``words`` and run ``job``: once, or for every run of a sweep, and then ``after_sweep`` with its code.
+
+    Args:
+        verb: as the help writes it.
+        description: what the verb does, for the help.
+    """
+    _find_own_classes()
+    parsed = hydra_cli.parse(words)
+    if parsed.help:
+        print(HELP.format(usage=verb, description=description), end="")
+        return EXIT_OK
+    if hydra_cli.asks_hydra(parsed):
+        hydra_cli.answer(parsed)
+        return EXIT_OK
+    if not parsed.multirun and "hydra.mode=MULTIRUN" not in parsed.overrides:
+        composition = hydra_cli.compose_one(parsed)
+        if not composition.multirun:
+            return job(composition)
+    if after_sweep is None:
+        return _sweep(parsed, job, keep=False)
+    from mgpu_pipe.checks.preflight import joined
+
+    if joined():
+        raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
+    code = _sweep(parsed, job, keep=True)
+    after_sweep(code)
+    return code
+
+
+def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
+    """Run the jobs of a sweep one after another; a failure is reported and the others go on.
+
+    Args:
+        keep: whether the sweep has a folder, beside those of its runs.
+    """
+    codes: list[int] = []
+    seen = 0
+
+    def one(composition: Composition) -> None:
+        nonlocal seen
+        seen += 1
+        number = f"{seen} of {composition.points}" if composition.points else str(seen)
+        shown = shlex.join(composition.overrides)
+        if stop_requested() or EXIT_STOPPED in codes:
+            print(f"run {number}: not started, for the sweep was stopped: {shown}", file=sys.stderr)
+            codes.append(EXIT_STOPPED)
+            return
+        print(f"run {number}: {shown}", file=sys.stderr, flush=True)
+        if composition.config.run.dir is not None:
+            composition.errors.append(
+                ConfigError("run.dir", composition.config.run.dir, "leave it out with -m: every run has its own folder")
+            )
+        try:
+            codes.append(job(composition))
+        except MgpuError as error:
+            print_error(error)
+            codes.append(error.exit_code)
+        except Exception:  # a defect of this program: shown whole, and the other runs go on
+            traceback.print_exc()
+            codes.append(EXIT_FAILURE)
+
+    hydra_cli.sweep(parsed, one, keep=keep)
+    return max(codes, key=WORST_LAST.index, default=EXIT_OK)
+
+
+def checked(composition: Composition) -> RunConfig:
+    """The configuration, everything about it that can be known checked; notices go to stderr.
+
+    Raises:
+        ConfigErrors: everything wrong with it.
+    """
+    from mgpu_pipe.checks.preflight import preflight, preflight_errors
+
+    alone = [*composition.flags, *composition.overrides]
+    if composition.errors:
+        raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
+    for notice in preflight(composition.config, alone):
+        print(f"note: {one_line(notice.key)}: {one_line(notice.text)}", file=sys.stderr)
+    return composition.config
+
+
+def _find_own_classes() -> None:
+    """Import from the working folder too, as under `python -m`; the verbs that open what others made do not."""
+    here = working_directory()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)

@@ -1,0 +1,134 @@
+"""What a run says before and after: tables, summary, report. None of it may cost the run its exit code."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, world_size
+from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.runs.continue_line import this_program
+from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.launch.supervisor import Outcome
+
+
+def print_before(
+    config: RunConfig, prepared: PreparedData, environment: Mapping[str, object], world: int | None = None
+) -> None:
+    """The table before training: model, topology, batch arithmetic, data.
+
+    Args:
+        world: processes of the run; None takes the configured number.
+    """
+    from mgpu_pipe.report.tables import before_table
+
+    dims = ParallelDims.resolve(config.strategy, world or world_size(config))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    count = count_parameters(config.model)
+    parameters = None if count is None else count.total
+    before_table(config, prepared, plan, dims, parameters, _device(config, environment))
+    sys.stdout.flush()
+
+
+def say_complete(paths: RunPaths) -> None:
+    print("this run is complete; raise trainer.max_steps to go on", file=sys.stderr)
+    print(f"run: {paths.root}", flush=True)
+
+
+def say_note(text: str) -> None:
+    """Nothing where ``text`` is empty."""
+    if text:
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, again: str) -> None:
+    """Complete the summary, write the report, print the table after training and, last, the run's folder.
+
+    A fault here is told; what the run reached and its exit code stand.
+
+    Args:
+        wall_s: seconds the command took.
+        again: the line that goes on in this run.
+    """
+    try:
+        if outcome.status == "failed":
+            _record_failure(config, paths, outcome)
+        amend_summary(paths, wall_s=wall_s, attempts=outcome.attempt)
+        _show_end(paths, again)
+    except (MgpuError, OSError) as error:
+        print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
+    except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
+        print("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
+        traceback.print_exc()
+    print(f"run: {paths.root}", flush=True)
+
+
+def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:
+    """The summary of a run whose workers could not write one."""
+    from mgpu_pipe.runs.metrics_file import read_metrics
+
+    world = world_size(config)
+    steps = read_metrics(paths.metrics).get("step", [])
+    saved = newest_valid(paths.checkpoints, "fallback", "size")
+    failure = outcome.failure
+    write_summary(
+        paths,
+        {
+            "status": "failed",
+            "step": int(max(steps, default=0)),
+            "max_steps": config.trainer.max_steps,
+            "world_size": world,
+            "topology": ParallelDims.resolve(config.strategy, world).as_dict(),
+            "metrics": {},
+            "checkpoint": str(saved.path.relative_to(paths.root)) if saved is not None else None,
+            "error": {"rank": failure.rank, "type": failure.type, "message": failure.message}
+            if failure is not None
+            else {"message": outcome.message},
+        },
+    )
+
+
+def _show_end(paths: RunPaths, again: str) -> None:
+    from mgpu_pipe.report.html import write_report
+    from mgpu_pipe.report.tables import after_table
+
+    report = write_report([paths], paths.report)
+    summary = read_summary(paths)
+    if summary.get("status") == "failed":
+        return
+    after_table(summary, {"report": str(report), **_how_to_go_on(paths, summary, again)})
+    sys.stdout.flush()
+
+
+def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
+    """Lines that work as they stand, by what they do."""
+    if summary.get("status") == "stopped":
+        return {"go on": again}
+    if summary.get("checkpoint") is None:
+        return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
+    program, root = this_program(), str(paths.root)
+    return {
+        "generate": shlex.join([*program, "generate", root, "--prompt", "def "]),
+        "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")]),
+    }
+
+
+def _device(config: RunConfig, environment: Mapping[str, object]) -> str:
+    """The hardware in words."""
+    gpus = environment.get("gpus")
+    if device_type(config) == "cuda" and isinstance(gpus, list) and gpus:
+        return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"
+    threads = environment["threads_per_worker"]
+    return f"{cpu_cores()} CPU cores, {threads} thread{'' if threads == 1 else 's'} each"

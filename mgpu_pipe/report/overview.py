@@ -1,0 +1,135 @@
+"""What a run will be, in words: model, topology, batch arithmetic, data, precision. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from mgpu_pipe.checks.preflight import model_fields
+from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32, world_size
+from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+NAMES_WIDTH = len("checkpoint") + 2
+"""Columns that the rows' names take."""
+
+
+def overview(config: RunConfig) -> list[tuple[str, str]]:
+    """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors."""
+    world = world_size(config)
+    dims = ParallelDims.resolve(config.strategy, world)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    engine = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
+    pipeline: list[str] = []
+    if config.strategy.engine == "mesh" and dims.pp > 1:
+        room = shutil.get_terminal_size().columns - NAMES_WIDTH
+        pipeline = _pipeline(config, dims, plan, max(40, room))
+    return [
+        ("model", _model(config)),
+        ("data", _data(config)),
+        ("strategy", _strategy(config, dims, world)),
+        *engine,
+        *[("pipeline", line) for line in pipeline],
+        ("batch", _batch(config, plan)),
+        ("steps", _steps(config)),
+        ("optimizer", _optimizer(config)),
+        ("precision", _precision(config)),
+        ("checkpoint", _checkpoint(config)),
+        ("run", config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"),
+    ]
+
+
+def _model(config: RunConfig) -> str:
+    model, fields = config.model, model_fields(config)
+    count = count_parameters(model)
+    size = "" if count is None else f", {_millions(count.total)} parameters"
+    start = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
+    return f"{model.name} ({fields.get('model_type')}){size}; {start}"
+
+
+def _millions(count: int) -> str:
+    if count >= 10**9:
+        return f"{count / 10**9:.2f}B"
+    return f"{count / 10**6:.1f}M" if count >= 10**6 else f"{count / 10**3:.0f}k"
+
+
+def _data(config: RunConfig) -> str:
+    data = config.data
+    source = data.source if data.source in DATA_SOURCES else f"{data.source} (plug-in)"
+    where = f" {', '.join(data.paths)}" if data.paths else ""
+    if data.validation_paths:
+        held_out = f"held out {', '.join(data.validation_paths)}"
+    else:
+        share = f"{100 * data.validation_fraction:.3g}%"
+        held_out = f"{share} of the documents held out" if data.validation_fraction else ""
+    packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
+    parts = [f"{source}{where}", f"{data.seq_len} tokens a sample, {packing}", held_out]
+    return "; ".join(part for part in parts if part)
+
+
+def _strategy(config: RunConfig, dims: ParallelDims, world: int) -> str:
+    device = "GPU" if device_type(config) == "cuda" else "CPU"
+    processes = f"{world} {device} process{'es' if world > 1 else ''}"
+    nodes = f" on {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
+    shown = f": {dims.describe()}" if world > 1 else ""
+    return f"{config.strategy.name}, {processes}{nodes}{shown}"
+
+
+def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
+    """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds."""
+    from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, stage_layers
+    from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+    from mgpu_pipe.report.pipeline_picture import schedule_lines
+
+    chosen = config.strategy.pipeline
+    held = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
+    costs = layer_costs(model_fields(config), config.data.seq_len)
+    layers = stage_layers(costs, sum(map(len, held)), chosen.layers or None)
+    ranks = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    contents = stage_contents(costs, layers, [ranks[stage] for stage in range(len(layers))])
+    return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents, chosen.stages_per_rank, width)
+
+
+def _batch(config: RunConfig, plan: BatchPlan) -> str:
+    tokens = plan.global_batch_size * config.data.seq_len
+    return (
+        f"{plan.global_batch_size} samples = {plan.data_parallel_size} x {plan.num_micro_batches} micro-batches x "
+        f"{plan.micro_batch_size}; {tokens:,} tokens a step"
+    )
+
+
+def _steps(config: RunConfig) -> str:
+    trainer = config.trainer
+    if trainer.max_steps is None:
+        return f"{trainer.max_epochs} epochs"
+    tokens = trainer.max_steps * config.data.global_batch_size * config.data.seq_len
+    every = trainer.val_every_n_steps
+    evaluated = "at the end" if every is None else f"every {every} steps"
+    return f"{trainer.max_steps:,} ({tokens:,} tokens), evaluated {evaluated}"
+
+
+def _optimizer(config: RunConfig) -> str:
+    optimizer, scheduler = config.optimizer, config.scheduler
+    warmup = f" after {scheduler.warmup_steps} steps of warm-up" if scheduler.warmup_steps else ""
+    name = optimizer._target_.rpartition(".")[2]
+    return f"{name}, lr {optimizer.lr:g} {scheduler.name}{warmup}, weight decay {optimizer.weight_decay:g}"
+
+
+def _precision(config: RunConfig) -> str:
+    chosen = resolve_precision(config)
+    text = f"{chosen} (auto)" if config.precision.name == "auto" else chosen
+    return f"{text}, matrix products in TF32" if uses_tf32(config) else text
+
+
+def _checkpoint(config: RunConfig) -> str:
+    checkpoint = config.checkpoint
+    saves = [f"every {checkpoint.every_n_steps} steps"] if checkpoint.every_n_steps else []
+    saves += ["at the end"] if checkpoint.save_last else []
+    kept = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ", all kept"
+    text = f"{' and '.join(saves)}{kept}" if saves else "none"
+    if checkpoint.resume != "none":
+        text += f"; resumes {checkpoint.resume}"
+    return f"{text}; weights from {checkpoint.init_from}" if checkpoint.init_from else text

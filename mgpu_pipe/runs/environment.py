@@ -1,0 +1,102 @@
+"""``environment.json``: what a run ran on and with. Found without importing what it names, and without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import mgpu_pipe
+from mgpu_pipe.child import bound
+from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.config.threads import WAITING_VARIABLES, Threads
+
+PACKAGES = (
+    "torch", "pytorch-lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "numpy",
+    "deepspeed", "peft", "rich", "tensorboard",
+)  # fmt: skip
+COMMAND_TIMEOUT_S = 10.0
+GIB = 2**30
+
+
+def describe_environment(command: Sequence[str], threads: Threads, world_size: int) -> dict[str, object]:
+    """Everything but secrets: of the environment's variables, only how threads wait is taken along."""
+    return {
+        "started": time.time(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": list(command),
+        "folder": os.getcwd(),
+        "mgpu_pipe": mgpu_pipe.__version__,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "host": socket.gethostname(),
+        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": cpu_cores()},
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
+        "gpus": _gpus(),
+        "git": _git(),
+        "workers": world_size,
+        "threads_per_worker": threads.per_worker,
+        "threads_rule": threads.rule,
+        "threads_wait": {name: os.environ[name] for name in WAITING_VARIABLES if name in os.environ},
+    }
+
+
+def write_environment(path: Path, environment: dict[str, object]) -> None:
+    """Whole or not at all: a launch that is killed here must not lose when the run was begun."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(json.dumps(environment, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_model() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _gpus() -> list[str]:
+    if not os.path.exists("/proc/driver/nvidia"):  # spares starting a program that finds nothing
+        return []
+    listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return listed.splitlines() if listed else []
+
+
+def _git() -> dict[str, object]:
+    """Commit of the folder the command ran in, and whether tracked files differ from it."""
+    found = _output("git", "rev-parse", "HEAD")
+    if not found:
+        return {}
+    status = ("status", "--porcelain", "--untracked-files=no")
+    changed = _output("git", "-c", "core.fsmonitor=false", *status)  # which would run a program of the folder's choice
+    return {"commit": found, "dirty": bool(changed)}
+
+
+def _output(*command: str) -> str:
+    """What a program prints; empty where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(
+            bound(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=COMMAND_TIMEOUT_S,
+            check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

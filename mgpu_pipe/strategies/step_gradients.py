@@ -1,0 +1,150 @@
+"""What a step window's gradients are, once its last backward pass is through: which there are, and their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.models.layout import layouts_of
+from mgpu_pipe.parallel.ddp import GradientReducer
+from mgpu_pipe.parallel.fsdp import UsedParameters, set_gradient_sync
+from mgpu_pipe.parallel.gradients import counted_norm, gradient_norm
+
+
+class WindowFacts:
+    """Gradients of one rank's parameters over a step window, however they are reduced.
+
+    Args:
+        parameters: those that are trained, of this rank.
+        reducer: sums whole gradients; or
+        used: watches the parameters of a model that FSDP2 shards; or, in one process, neither.
+        counted: for each parameter whether this rank's part counts in the norm, where the model is cut (see
+            :func:`counted_once`); None where only FSDP2 shards it.
+    """
+
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], reducer: GradientReducer | None, used: UsedParameters | None,
+        counted: list[bool] | None, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._parameters, self._reducer, self._used = parameters, reducer, used
+        self._counted, self._device = counted, device
+
+    def begin(self) -> None:
+        """Forget the last window's gradients."""
+        if self._reducer is not None:
+            # Here, not after the update: Lightning and its callbacks may have set gradients to None since.
+            self._reducer.zero()
+        if self._used is not None:
+            self._used.clear()
+
+    def begin_backward(self, last: bool, sharded: FSDPModule | None, shards: bool) -> None:
+        """Announce a micro-batch; ``last`` is the window's last. A pipeline sees to it itself."""
+        if self._reducer is not None:
+            self._reducer.start(last)
+        elif sharded is not None:
+            set_gradient_sync(sharded, last, shards)
+
+    def note_gradients(self) -> None:
+        """See :meth:`UsedParameters.note_gradients`."""
+        if self._used is not None:
+            self._used.note_gradients()
+
+    def zero(self) -> None:
+        """Free the gradients; the reducer's stay in its buckets and are cleared when the next window starts."""
+        if self._reducer is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def end(
+        self, loss_sum: torch.Tensor, told: list[float], window: StepWindow, reduce_axes: Callable[[], None]
+    ) -> tuple[float, float, list[float]]:
+        """The window's global loss, gradient norm, and the sums of ``told`` over the ranks. A collective call.
+
+        Gradients that no process produced are None afterwards, as in one process, and not the zeros that were reduced.
+
+        Args:
+            loss_sum: this rank's part of the sum of losses, a float64 scalar.
+            reduce_axes: sums, where the model is cut, what its ranks have parts of.
+        """
+        own = torch.tensor(told, dtype=torch.float64, device=self._device)
+        facts = torch.cat([loss_sum.reshape(1), own])
+        first_flag = len(facts)
+        used, parameters = self._seen()
+        if self._counted is None:
+            # One small all-reduce tells every rank the loss, what all were told, and which gradients exist.
+            flags = torch.tensor(used, dtype=torch.float64, device=self._device)
+            facts = _summed(torch.cat([facts, flags]))
+            unused = facts[first_flag:] == 0
+            norm = gradient_norm(self._parameters, self._device)
+            # One copy to the host for all that it decides.
+            decided = [facts[0] / window.normalizer, norm, unused.sum().double(), *facts[1:first_flag]]
+            loss, total, missing, *heard = torch.stack(decided).tolist()
+            _forget(unused, parameters, missing)
+            return loss, total, heard
+        facts = _summed(facts)
+        unused = self._unused_of(used, parameters)
+        _forget(unused, parameters, float(unused.sum()))
+        reduce_axes()
+        norm = counted_norm(self._parameters, self._counted, self._device)
+        loss, total, *heard = torch.stack([facts[0] / window.normalizer, norm, *facts[1:]]).tolist()
+        return loss, total, heard
+
+    def _seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
+        """Wait for what is being reduced; which of these parameters got a gradient on this process."""
+        if self._reducer is not None:
+            return self._reducer.finish(), self._reducer.parameters
+        if self._used is not None:
+            return self._used.flags, self._parameters
+        return [], []
+
+    def _unused_of(self, used: list[bool], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Which parameters got no gradient on any rank that holds a part of them. A collective call."""
+        flags = torch.tensor(used, dtype=torch.float64, device=self._device)
+        by_mesh: dict[Any, list[int]] = {}
+        for index, parameter in enumerate(parameters):
+            assert isinstance(parameter, DTensor)
+            by_mesh.setdefault(parameter.device_mesh, []).append(index)
+        for mesh, indices in by_mesh.items():
+            of_mesh = flags[indices]
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    dist.all_reduce(of_mesh, group=mesh.get_group(dim))
+            flags[indices] = of_mesh
+        return flags == 0
+
+
+def counted_once(model: torch.nn.Module) -> list[bool]:
+    """For each trained parameter whether this rank's part counts in the norm: every element on one rank."""
+    layouts = layouts_of(model)
+    found = []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        layout = layouts.get(name)
+        counts = layout is None or layout.owned
+        if counts and isinstance(parameter, DTensor):
+            at = parameter.device_mesh.get_coordinate()
+            assert at is not None
+            counts = all(
+                at[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate)
+            )
+        found.append(counts)
+    return found
+
+
+def _summed(values: torch.Tensor) -> torch.Tensor:
+    if dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def _forget(unused: torch.Tensor, parameters: list[torch.nn.Parameter], count: float) -> None:
+    if count:
+        for index in torch.nonzero(unused).flatten().tolist():
+            parameters[index].grad = None

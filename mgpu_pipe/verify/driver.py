@@ -1,0 +1,99 @@
+"""``mgpu-pipe verify <any overrides>``: the parity certificate of a configuration. Torch-free; workers compute."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
+from mgpu_pipe.config.threads import choose_threads
+from mgpu_pipe.config.validate import world_size
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
+from mgpu_pipe.launch.extensions import prepare_extensions
+from mgpu_pipe.launch.local import worker_environment
+from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
+from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.workers import WorkerPlan
+from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.runs.folder import choose_folder
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.verify.bounds import Worst
+from mgpu_pipe.verify.certificate import Certificate, certificate, failures, show
+from mgpu_pipe.verify.shrink import shrink
+from mgpu_pipe.verify.worker import COMPARISON
+
+WORKER = ("-m", "mgpu_pipe.verify.worker")
+STOP_TIMEOUT_S = 5.0
+"""A verification has nothing to save."""
+STOPPED = "stopped by a signal before the verification was through; there is no certificate"
+CONFIGURED = "configured.yaml"
+"""What is certified; the folder's ``config.yaml`` is the small run's, which the workers read."""
+
+
+def verify(config: RunConfig, overrides: list[str]) -> int:
+    """Verify ``config`` on its own topology and print the certificate's path; in the main thread.
+
+    Args:
+        overrides: the command line's, for the record.
+
+    Returns:
+        0 if every bound holds, 1 if one is broken or a process failed, 2 if a process found the configuration wrong.
+
+    Raises:
+        BadInputError: the configuration cannot be verified as it is.
+    """
+    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    small = shrink(config, dims)
+    prepare_extensions(small.config)
+    named = replace(config, run=replace(config.run, name="verify"), checkpoint=CheckpointConfig())
+    paths = choose_folder(named).paths
+    freeze(small.config, paths.config)
+    freeze(config, paths.root / CONFIGURED)
+    threads = choose_threads(config, dims.world_size)
+    environment = describe_environment(["mgpu-pipe", "verify", *overrides], threads, dims.world_size)
+    title = f"{config.model.name}, {config.strategy.name}: {dims.describe()}, {small.config.precision.name}"
+    print(f"verifying {title}, {small.config.trainer.max_steps} steps on CPU processes", file=sys.stderr)
+    for line in small.told():
+        print(f"note: {line}", file=sys.stderr)
+    with SignalInbox() as inbox:
+        try:
+            outcome = _run_workers(paths, dims.world_size, threads.per_worker, inbox)
+        except StoppedBeforeTraining:
+            outcome = Outcome("failed", EXIT_FAILURE, 1, message=STOPPED)
+        stopped = inbox.stop_requested
+    if outcome.status != "finished":
+        return _failed(outcome, stopped)
+    content = json.loads((paths.root / COMPARISON).read_text(encoding="utf-8"))
+    worst = [Worst.from_dict(values) for values in content["worst"]]
+    found = certificate(config, overrides, small, dims, worst, content["comparisons"], environment)
+    return _conclude(found, paths.root, title)
+
+
+def _run_workers(paths: RunPaths, world: int, threads: int, inbox: SignalInbox) -> Outcome:
+    plan = WorkerPlan(
+        argv=[sys.executable, *WORKER, str(paths.root)], world_size=world, paths=paths,
+        environment=worker_environment(threads),
+    )  # fmt: skip
+    return supervise(plan, inbox, stop_timeout=STOP_TIMEOUT_S)
+
+
+def _failed(outcome: Outcome, stopped: bool) -> int:
+    if stopped or outcome.failure is None:
+        print(f"error: {STOPPED if stopped else outcome.message}", file=sys.stderr)
+        return EXIT_FAILURE
+    print(outcome.failure.show(), file=sys.stderr)
+    return outcome.exit_code
+
+
+def _conclude(found: Certificate, folder: Path, title: str) -> int:
+    path = found.write(folder)
+    show(found, title)
+    for line in failures(found):
+        print(f"error: {line}", file=sys.stderr)
+    sys.stderr.flush()
+    print(f"certificate: {path}", flush=True)
+    return EXIT_OK if found.passed else EXIT_FAILURE

@@ -1,0 +1,98 @@
+"""What is said of an optimizer before any worker starts. Oracle: the program's own check, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.checks import optimizer as optimizer_check
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.training.optimizer_probe import probe
+
+OWN = "optimizer._target_=tests.support.own_optimizers."
+PLAIN = "optimizer=sgd"  # without options
+TENSOR, MODEL = "depends on the whole tensor", "depends on the other tensors"
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is tried, here without a process of its own."""
+    found: list[str] = []
+
+    def in_this_process(given: str) -> dict[str, Any]:
+        found.append(given)
+        return asdict(probe(**json.loads(given)))
+
+    monkeypatch.setattr(optimizer_check, "_tried", in_this_process)
+    return found
+
+
+def refusals(*overrides: str) -> list[str]:
+    config, _ = compose(["model=llama_tiny", "trainer.accelerator=cpu", "data.global_batch_size=8", *overrides])
+    try:
+        preflight(config)
+    except ConfigErrors as errors:
+        return [str(error) for error in errors.errors]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("optimizer.options.betas=[0.9]", "optimizer.options.betas=[0.9]: use a list of 2 values"),
+        ("optimizer.options.betas=[0.9,2]", "optimizer.options.betas=[0.9, 2]: torch.optim.AdamW refuses it: Invalid "
+         "beta parameter at index 1: 2; correct it, or leave it out (the default is (0.9, 0.999))"),
+        ("+optimizer.options.nesterov=true", "optimizer.options.nesterov=true: torch.optim.SGD refuses"),
+        ("optimizer._target_=torch.optim.Muon", "use optimizer=muon"),
+        ("optimizer._target_=torch.optim.SparseAdam", "SparseAdam does not support dense gradients"),
+        ("optimizer=muon strategy=zero3 trainer.devices=2", "Muon needs whole matrices; use strategy=fsdp, or"),
+        ("optimizer=muon optimizer.options.momentum=-1", "optimizer.options.momentum=-1: mgpu_pipe.parallel.muon.Muon"),
+        ("optimizer=muon +optimizer.options.adjust_lr_fn=x", "neither original nor match_rms_adamw: x; correct it"),
+        (OWN + "Noisy", "draws random numbers"),
+        (OWN + "Early strategy=zero1 trainer.devices=2", "its constructor makes the state"),
+        (OWN + "Counting strategy=zero3 trainer.devices=2", "it replaces the parameters' tensors"),
+        *((f"{OWN}ByNorm {strategy}", TENSOR) for strategy in (
+            "strategy=fsdp trainer.devices=2", "strategy=tp trainer.devices=2", "strategy=cp trainer.devices=2",
+            "strategy=zero1 trainer.devices=2", "strategy=zero3 trainer.devices=1",
+        )),
+        ("optimizer._target_=torch.optim.Adafactor strategy=cp trainer.devices=2", TENSOR),
+        (OWN + "Clipping strategy=pp trainer.devices=2", MODEL),
+    ],
+)  # fmt: skip
+def test_what_would_fail_or_differ_is_refused_in_one_line(overrides: str, said: str) -> None:
+    words = overrides.split()
+    (line,) = refusals(*([] if "options.betas" in overrides or "=muon" in overrides else [PLAIN]), *words)
+    assert said in line and line.startswith("optimizer.") and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ["optimizer._target_=torch.optim.Adafactor strategy=ddp trainer.devices=2", OWN + "Lion strategy=fsdp",
+     OWN + "Clipping strategy=ddp trainer.devices=2", OWN + "ByNorm strategy=pp trainer.devices=2",
+     OWN + "Lion strategy=zero3 trainer.devices=2", "optimizer._target_=torch.optim.Adagrad strategy=zero2"],
+)  # fmt: skip
+def test_what_the_refusals_advise_is_accepted(overrides: str) -> None:
+    assert refusals(PLAIN, *overrides.split()) == []
+
+
+def test_shipped_optimizers_are_not_tried(tried: list[str]) -> None:
+    for option in ("adamw", "sgd", "muon"):
+        assert refusals(f"optimizer={option}", "strategy=fsdp", "trainer.devices=2") == []
+    assert tried == []
+
+
+def test_the_command_ends_with_two_and_a_line(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "mgpu_pipe", "model=llama_tiny", "optimizer.options.betas=[0.9]", "data=synthetic"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ), check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: optimizer.options.betas=[0.9]: ")
+    assert not list(tmp_path.iterdir())
