@@ -23,7 +23,7 @@ a reduce-scatter or an all-to-all Y(n-1)/n. "First" and "last" are the pipeline'
 * FSDP2 over f > 1 processes, with units that are the embeddings (first), each layer, norm and head together (last):
   without a pipeline every unit is gathered forward, and layers again backward, a micro-batch, and every unit's
   gradients are reduce-scattered a micro-batch. With a pipeline, which keeps weights and gradients whole for the length
-  of a window, each once a step. Once a step an all-reduce of a float64 a parameter, whether it has a gradient.
+  of a step batch, each once a step. Once a step an all-reduce of a float64 a parameter, whether it has a gradient.
 * Once a step, over all processes: an all-reduce of the sum of losses and the stop flag, and one of the gradient's sum
   of squares, in float64.
 

@@ -6,7 +6,7 @@ sequence parallelism and A / cp under context parallelism, and A / (tp cp) toget
 two norms stay whole: (A - N) / tp + N, where N is, of every token, input, normalised and weighted values of both and
 the root of their mean square: 2 (3 width + 1) floats.
 
-Pipeline: the most that a stage holds after any forward pass of a 1F1B window, gradients of weights aside, over
+Pipeline: the most that a stage holds after any forward pass of a 1F1B step batch, gradients of weights aside, over
 min(stages - stage, micro-batches) times what the first one left. What comes on top are messages under way.
 ``python -m benchmarks.axes_memory``.
 """
@@ -87,7 +87,7 @@ def _left(axis: str, layers: int) -> int:
 
 
 def stage_bytes() -> tuple[int, int]:
-    """What this stage holds after its first forward pass of a 1F1B window, and the most after any."""
+    """What this stage holds after its first forward pass of a 1F1B step batch, and the most after any."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def stage_bytes() -> tuple[int, int]:
     pipeline = Pipeline(plan, views, group, torch.device("cpu"), objective.micro_batch_loss, in_stage=counted)
     batches = [micro_batch() for _ in range(MICRO_BATCHES)]
     with watch:
-        pipeline.run_window(batches, ROWS * TOKENS * MICRO_BATCHES)
+        pipeline.run_step_batch(batches, ROWS * TOKENS * MICRO_BATCHES)
     return held[0], max(held)
 
 

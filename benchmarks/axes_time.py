@@ -2,7 +2,7 @@
 
 ``tp`` against ``parallelize_module``: DTensor styles on attention, feed-forward, embeddings and head, one gathering of
 inputs a module, and torch's loss over a cut vocabulary. ``pp`` against ``Schedule1F1B`` over two stages cut by hand,
-whose loss is plain autograd. The same model, windows and optimizer, in blocks that alternate within the same
+whose loss is plain autograd. The same model, step batches and optimizer, in blocks that alternate within the same
 processes; this project's through its own ``train`` with its CSV on. (The ring is in context_time.)
 ``python -m benchmarks.axes_time [tp] [pp]``.
 """
@@ -77,7 +77,7 @@ def plain_block(config: Any, prepared: Any, axis: str) -> tuple[list[float], lis
     import torch
     import torch.distributed as dist
 
-    from mgpu_pipe.data.loader import train_windows
+    from mgpu_pipe.data.loader import train_step_batches
     from mgpu_pipe.models.build import build_meta, materialise
     from mgpu_pipe.topology import BatchPlan
 
@@ -93,9 +93,9 @@ def plain_block(config: Any, prepared: Any, axis: str) -> tuple[list[float], lis
     plan = BatchPlan(BATCH, 1, micro_batch_size)
     seconds, losses = [], []
     mark = time.perf_counter()
-    for window in train_windows(config, prepared, plan, 0, start_sample=0, max_steps=STEPS):
-        whole = {name: torch.cat([batch[name] for batch in window.micro_batches]) for name in window.micro_batches[0]}
-        loss = forward_backward(whole, window.normalizer)
+    for step_batch in train_step_batches(config, prepared, plan, 0, start_sample=0, max_steps=STEPS):
+        whole = {name: torch.cat([batch[name] for batch in step_batch.micro_batches]) for name in step_batch.micro_batches[0]}
+        loss = forward_backward(whole, step_batch.loss_denominator)
         clip(parameters)
         optimizer.step()
         optimizer.zero_grad()
@@ -125,7 +125,7 @@ def clip(parameters: list[Any]) -> None:
 
 
 def tensor_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
-    """Cut ``model`` by torch's styles; forward and backward of a window, which give its loss."""
+    """Cut ``model`` by torch's styles; forward and backward of a step batch, which give its loss."""
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
@@ -152,12 +152,12 @@ def tensor_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
         "model.layers.*.self_attn.o_proj": RowwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel(),
     })  # fmt: skip
 
-    def forward_backward(batch: dict[str, Any], normalizer: int) -> Any:
+    def forward_backward(batch: dict[str, Any], loss_denominator: int) -> Any:
         with loss_parallel():
             logits = model(
                 input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
             ).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / normalizer
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / loss_denominator
             loss.backward()
         return loss.detach().full_tensor()
 
@@ -165,7 +165,7 @@ def tensor_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
 
 
 def pipeline_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
-    """Cut ``model`` in two; forward and backward of a window, which give its loss on rank 1."""
+    """Cut ``model`` in two; forward and backward of a step batch, which give its loss on rank 1."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -204,8 +204,8 @@ def pipeline_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
     stage = PipelineStage(module, rank, WORLD, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES["pp"], loss_fn=loss_of, scale_grads=False)
 
-    def forward_backward(batch: dict[str, Any], normalizer: int) -> Any:
-        count[0], losses = normalizer, list[Any]()
+    def forward_backward(batch: dict[str, Any], loss_denominator: int) -> Any:
+        count[0], losses = loss_denominator, list[Any]()
         if rank == 0:
             schedule.step(batch["input_ids"], position_ids=batch["position_ids"])
             return torch.zeros(())

@@ -58,7 +58,7 @@ def _strategy(name: str, source: Any) -> Any:
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
     from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
     from mgpu_pipe.strategies.deepspeed_config import generate
-    from mgpu_pipe.strategies.mesh_split import SplitModel, SplitOptions
+    from mgpu_pipe.strategies.parallel_model import ParallelModel, ParallelOptions
     from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -70,8 +70,8 @@ def _strategy(name: str, source: Any) -> Any:
     dims = ParallelDims(dp_shard=world)
     if name == "fsdp":
 
-        def split(model: Any) -> SplitModel:
-            return SplitModel(CausalLMObjective(model, None, lambda step: 1.0, 0), dims, cpu, SplitOptions(), fill)
+        def split(model: Any) -> ParallelModel:
+            return ParallelModel(CausalLMObjective(model, None, lambda step: 1.0, 0), dims, cpu, ParallelOptions(), fill)
 
         return split
     prepare_deepspeed(cpu)

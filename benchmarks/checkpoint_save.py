@@ -52,9 +52,9 @@ def state_of(nbytes: int, hidden: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return weights, moments
 
 
-def pieces_of(tensors: dict[str, Any], dim: int, rank: int, world: int) -> list[Any]:
+def shards_of(tensors: dict[str, Any], dim: int, rank: int, world: int) -> list[Any]:
     """This rank's slices along a dim, contiguous as a shard is."""
-    from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+    from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
     found = []
     for name, tensor in tensors.items():
@@ -62,16 +62,16 @@ def pieces_of(tensors: dict[str, Any], dim: int, rank: int, world: int) -> list[
         size = tensor.shape[at] // world
         offsets = tuple(rank * size if d == at else 0 for d in range(tensor.ndim))
         part = tensor.narrow(at, rank * size, size).contiguous()
-        found.append(Piece(Box(name, offsets, tuple(part.shape)), tuple(tensor.shape), part))
+        found.append(LocalShard(TensorSlice(name, offsets, tuple(part.shape)), tuple(tensor.shape), part))
     return found
 
 
-def own_pieces(nbytes: int, hidden: int, dim: int = 0) -> tuple[list[Any], list[Any]]:
+def own_shards(nbytes: int, hidden: int, dim: int = 0) -> tuple[list[Any], list[Any]]:
     import torch.distributed as dist
 
     weights, moments = state_of(nbytes, hidden)
     place = dist.get_rank(), dist.get_world_size()
-    return pieces_of(weights, dim, *place), pieces_of(moments, dim, *place)
+    return shards_of(weights, dim, *place), shards_of(moments, dim, *place)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -91,16 +91,16 @@ class Held:
     def __init__(self, model: list[Any], optimizer: list[Any]) -> None:
         self.model, self.optimizer = model, optimizer
 
-    def model_pieces(self) -> list[Any]:
+    def model_shards(self) -> list[Any]:
         return self.model
 
-    def optimizer_pieces(self) -> list[Any]:
+    def optimizer_shards(self) -> list[Any]:
         return self.optimizer
 
     def state_entries(self) -> dict[str, Any]:
         return {}
 
-    def pieces_written(self) -> None:
+    def shards_written(self) -> None:
         pass
 
 
@@ -112,8 +112,8 @@ def stall(folder: str, nbytes: int) -> dict[str, float]:
     from mgpu_pipe.config.schema import CheckpointConfig
     from mgpu_pipe.training.checkpointing import Checkpointer
 
-    held = Held(*own_pieces(nbytes, LLAMA_1B))
-    total = sum(piece.tensor.nbytes for piece in (*held.model, *held.optimizer))
+    held = Held(*own_shards(nbytes, LLAMA_1B))
+    total = sum(shard.tensor.nbytes for shard in (*held.model, *held.optimizer))
     source, target = torch.ones(total // 4), torch.zeros(total // 4)
     saver = Checkpointer(CheckpointConfig(every_n_steps=1, keep_last=1), RunPaths(Path(folder)),
                          {"global_batch_size": 1})  # fmt: skip
@@ -144,8 +144,8 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
     from mgpu_pipe.checkpoint.save import save
 
     root, rank = Path(folder), dist.get_rank()
-    model, optimizer = own_pieces(nbytes, NARROW)
-    total = sum(piece.tensor.nbytes for piece in (*model, *optimizer))
+    model, optimizer = own_shards(nbytes, NARROW)
+    total = sum(shard.tensor.nbytes for shard in (*model, *optimizer))
     plain = byte_view(torch.randn(total // 4))
     ours, theirs, extra = [], [], []
     for step in range(1, REPEATS + 2):
@@ -181,21 +181,21 @@ def load(folder: str, nbytes: int) -> list[dict[str, Any]]:
     from mgpu_pipe.checkpoint.save import save
 
     root = Path(folder)
-    step = save(root / "checkpoints", 1, *own_pieces(nbytes, LLAMA_1B), {}, root / "config.yaml")
+    step = save(root / "checkpoints", 1, *own_shards(nbytes, LLAMA_1B), {}, root / "config.yaml")
     found = []
     for verify in ("full", "size"):
         for dim, name in ((0, "rows"), (1, "columns")):
-            targets = own_pieces(nbytes, LLAMA_1B, dim)
-            expected = [piece.tensor.clone() for part in targets for piece in part]
-            for piece in (*targets[0], *targets[1]):
-                piece.tensor.zero_()
+            targets = own_shards(nbytes, LLAMA_1B, dim)
+            expected = [shard.tensor.clone() for part in targets for shard in part]
+            for shard in (*targets[0], *targets[1]):
+                shard.tensor.zero_()
             needed = sum(tensor.nbytes for tensor in expected)
             before = reset_peak()
             reader = CheckpointReader(step, verify)
             reader.read(targets[0], "model")
             reader.read(targets[1], "optimizer")
             taken = peak() - before
-            got = [piece.tensor for part in targets for piece in part]
+            got = [shard.tensor for part in targets for shard in part]
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
             found.append({"slices": f"{name}, verify={verify}", "read": reader.bytes_read / needed,
                           "memory": (needed + taken) / needed})  # fmt: skip

@@ -2,9 +2,9 @@
 
 ``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
 own ``train``. Kept are weights, gradients and AdamW's state; with P parameters, shards over N processes and fp32
-masters that is 16P/N bytes (8P/N where all is bf16). Sent, with Psi = 4P: 2 Psi (N-1)/N a window under ddp;
+masters that is 16P/N bytes (8P/N where all is bf16). Sent, with Psi = 4P: 2 Psi (N-1)/N a step batch under ddp;
 3 Psi (N-1)/N a micro-batch under fsdp, where a plan keeps the last unit gathered and never gathers a lookup for the
-backward pass, so less; under hsdp the shards' part a micro-batch and the replicas' all-reduce of a shard a window.
+backward pass, so less; under hsdp the shards' part a micro-batch and the replicas' all-reduce of a shard a step batch.
 ``python -m benchmarks.data_parallel_bytes [sizes]``.
 """
 
@@ -67,8 +67,8 @@ def closed_forms(strategy: str, precision: str, world: int, parameters: int) -> 
     gathered = 4 if precision == "fp32" else 2
     # Gathered for the forward and for the backward pass; gradients are reduced in fp32.
     a_micro_batch = (2 * gathered + 4) * parameters * (shards - 1) / shards
-    a_window = 2 * 4 * parameters / shards * (replicas - 1) / replicas
-    return kept, MICRO_BATCHES * a_micro_batch + a_window
+    a_step_batch = 2 * 4 * parameters / shards * (replicas - 1) / replicas
+    return kept, MICRO_BATCHES * a_micro_batch + a_step_batch
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Step time of data parallelism on two CPU processes, over hand-written torch loops.
 
 ``ddp`` against ``torch.nn.parallel.DistributedDataParallel``, ``fsdp`` against ``fully_shard`` on each block, with the
-same model, windows and optimizer, in blocks that alternate within the same processes; this project's with its CSV on.
+same model, step batches and optimizer, in blocks that alternate within the same processes; this project's with its CSV on.
 ``python -m benchmarks.data_parallel_time``.
 """
 
@@ -77,7 +77,7 @@ def plain_block(config: Any, prepared: Any, strategy: str) -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from mgpu_pipe.data.loader import train_windows
+    from mgpu_pipe.data.loader import train_step_batches
     from mgpu_pipe.models.build import build_meta, materialise
     from mgpu_pipe.topology import BatchPlan
 
@@ -98,14 +98,14 @@ def plain_block(config: Any, prepared: Any, strategy: str) -> list[float]:
     )  # fmt: skip
     seconds = []
     plan = BatchPlan.resolve(config.data, WORLD)
-    windows = train_windows(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)
+    step_batches = train_step_batches(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)
     mark = time.perf_counter()
-    for window in windows:
+    for step_batch in step_batches:
         total = torch.zeros(())
-        for batch in window.micro_batches:
+        for batch in step_batch.micro_batches:
             logits = wrapped(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            (loss * WORLD / window.normalizer).backward()
+            (loss * WORLD / step_batch.loss_denominator).backward()
             total += loss.detach()
         dist.all_reduce(total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,6 +1,6 @@
 """The data pipeline: loading, packing and tokenising, each over a named peer. ``python -m benchmarks.data_pipeline``.
 
-- Loading: windows of the training loader on one core, from a warm file, over numpy's copy of the same bytes (three
+- Loading: step batches of the training loader on one core, from a warm file, over numpy's copy of the same bytes (three
   int64 arrays of the batch's shape) into fresh memory.
 - Packing: best fit over a million log-normal documents; the peer is the ideal, samples without a gap.
 - Tokenising: two processes over one, on the text of Python's library; the ideal is 2. And how many processes the one
@@ -50,12 +50,12 @@ def loader_row(config: RunConfig, global_batch_size: int, seq_len: int) -> list[
     steps = max(1, TARGET_TOKENS // (global_batch_size * seq_len))
     plan = BatchPlan(global_batch_size, 1, 8)
     tokens = steps * global_batch_size * seq_len
-    from mgpu_pipe.data.loader import train_windows
+    from mgpu_pipe.data.loader import train_step_batches
 
     template = np.zeros((3, global_batch_size, seq_len), np.int64)
 
     def load() -> None:
-        for _ in train_windows(config, prepared, plan, 0, 0, steps):
+        for _ in train_step_batches(config, prepared, plan, 0, 0, steps):
             pass
 
     def copy() -> None:
@@ -74,7 +74,7 @@ def packing_row(mean: float, sigma: float, seq_len: int, documents: int = 1_000_
     mark = time.process_time()
     packs = pack(starts, lengths, seq_len, "best_fit")
     taken = time.process_time() - mark
-    filled = packs.pieces.length.sum() / (packs.num_samples * seq_len)
+    filled = packs.shards.length.sum() / (packs.num_samples * seq_len)
     return [f"pack mean {mean:g} sigma {sigma:g} into {seq_len}", f"{documents} documents", taken,
             f"{documents / taken / 1e6:.1f} M documents/s", "samples without a gap", "100 %", float(filled)]
 

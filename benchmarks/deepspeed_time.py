@@ -1,6 +1,6 @@
 """The time of a ZeRO-3 step on two CPU processes, over DeepSpeed's own engine loop.
 
-Both train the same model on the same windows with the same DeepSpeed settings, in blocks that alternate within the
+Both train the same model on the same step batches with the same DeepSpeed settings, in blocks that alternate within the
 same two processes; DeepSpeed clips by its own norm there. ``python -m benchmarks.deepspeed_time``.
 """
 
@@ -22,7 +22,7 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.loader import train_windows
+from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
@@ -56,13 +56,13 @@ def deepspeed_block(config: RunConfig, prepared: PreparedData) -> list[float]:
     module = LossModule(CausalLMObjective(model, build, lambda step: 1.0, config.objective.loss_chunk_tokens))
     engine, *_ = deepspeed.initialize(model=module, optimizer=build(model), config=settings)
     seconds: list[float] = []
-    windows = train_windows(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)
+    step_batches = train_step_batches(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)
     mark = time.perf_counter()
-    for window in windows:
+    for step_batch in step_batches:
         total = torch.zeros(())
-        for micro_batch in window.micro_batches:
+        for micro_batch in step_batch.micro_batches:
             loss = engine(micro_batch)
-            engine.backward(loss * (WORLD / window.normalizer), scale_wrt_gas=False)
+            engine.backward(loss * (WORLD / step_batch.loss_denominator), scale_wrt_gas=False)
             engine.step()
             total += loss.detach()
         dist.all_reduce(total)

@@ -23,7 +23,7 @@ FUNCTIONS = {
     # context_ring and context_ulysses
     "pass_keys_and_values": "keys and values passed", "pass_key_and_value_gradients": "their gradients passed",
     "sequence_to_heads": "sequence to heads", "heads_to_sequence": "heads to sequence",
-    # pipeline_tied, gradients and strategies.mesh_split
+    # pipeline_tied, gradients and strategies.parallel_model
     "reduce_tied_gradients": "tied gradients exchanged", "counted_norm": "gradient norm",
     "_unused_of": "used gradients", "_summed": "loss and stop flag",
     # torch's FSDP2

@@ -4,8 +4,8 @@ The product's stages and torch's schedules run for real, on 4 processes with glo
 stage; only compute is replaced by sleeps, so that two cores can hold any number of stages. A sleep is calibrated: it
 ends when its time is up on the clock, whatever it began late by. Traced is the share of the ranks' time, from the first
 start to the last end, in which no rank's stage works; theoretical is the same with messages that take no time
-(:func:`mgpu_pipe.parallel.pipeline_timing.theoretical_bubble`). The best of several windows counts, for others are
-disturbed by what else the machine does. ``python -m benchmarks.pipeline_bubble [milliseconds a unit] [windows]``.
+(:func:`mgpu_pipe.parallel.pipeline_timing.theoretical_bubble`). The best of several step batches counts, for others are
+disturbed by what else the machine does. ``python -m benchmarks.pipeline_bubble [milliseconds a unit] [step_batches]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS, SIZES = 4, (8, 16)
 BOUNDARY = (1, 16, 64)
 UNIT_MS, WINDOWS = 200.0, 2
 FIRST_S = 0.001
-"""A unit of the window that is left out."""
+"""A unit of the step batch that is left out."""
 
 
 class Sleeps:
@@ -86,8 +86,8 @@ class Stage(torch.nn.Module):
         return result.double().sum() if last else result
 
 
-def measure(cases: list[tuple[str, int]], unit_s: float, windows: int) -> list[list[list[tuple[float, float]]]]:
-    """The spans in which this rank worked, by case and window."""
+def measure(cases: list[tuple[str, int]], unit_s: float, step_batches: int) -> list[list[list[tuple[float, float]]]]:
+    """The spans in which this rank worked, by case and step batch."""
     from functools import partial
 
     from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
@@ -108,8 +108,8 @@ def measure(cases: list[tuple[str, int]], unit_s: float, windows: int) -> list[l
             )  # fmt: skip
         schedule = build_schedule(name, stages, micro_batches, lambda loss, _: loss * 1.0)
         spans = []
-        for window in range(windows + 1):
-            sleeps.spans, sleeps.unit_s = [], unit_s if window else FIRST_S
+        for step_batch in range(step_batches + 1):
+            sleeps.spans, sleeps.unit_s = [], unit_s if step_batch else FIRST_S
             dist.barrier()
             schedule.step(target=torch.empty(micro_batches), return_outputs=False)
             spans.append(sleeps.spans)
@@ -128,19 +128,19 @@ def main() -> None:
     from mgpu_pipe.parallel.pipeline_timing import theoretical_bubble
 
     unit_ms = float(sys.argv[1]) if len(sys.argv) > 1 else UNIT_MS
-    windows = int(sys.argv[2]) if len(sys.argv) > 2 else WINDOWS
+    step_batches = int(sys.argv[2]) if len(sys.argv) > 2 else WINDOWS
     cases = [(name, micro_batches) for name in SCHEDULES for micro_batches in SIZES]
-    by_rank = run_group(RANKS, measure, cases, unit_ms / 1000, windows)
+    by_rank = run_group(RANKS, measure, cases, unit_ms / 1000, step_batches)
     rows = []
     for number, (name, micro_batches) in enumerate(cases):
-        traced = [traced_bubble([rank[number][window] for rank in by_rank]) for window in range(windows)]
+        traced = [traced_bubble([rank[number][step_batch] for rank in by_rank]) for step_batch in range(step_batches)]
         ideal = theoretical_bubble(name, RANKS, micro_batches)
         rows.append([name, micro_batches, 100 * ideal, 100 * min(traced), min(traced) / ideal, max(traced) / ideal])
     out = finish(
         "pipeline_bubble", "The bubble of pipeline schedules, traced over theoretical",
         ["schedule", "micro-batches", "theoretical %", "traced %", "ratio", "worst ratio"], rows,
         f"{RANKS} processes, gloo; forward, gradient of inputs and of weights {unit_ms:g} ms of sleep each; "
-        f"best and worst of {windows} windows.",
+        f"best and worst of {step_batches} windows.",
     )
     print(f"written: {out}", file=sys.stderr)
 

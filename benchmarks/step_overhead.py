@@ -24,7 +24,7 @@ from pytorch_lightning.loggers import CSVLogger
 from benchmarks.support import finish
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, TrainerConfig
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.runs.metrics_file import MetricsWriter
 from mgpu_pipe.strategies.mesh import MeshStrategy
@@ -50,10 +50,10 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Batches:
-    """The same batch ``STEPS`` times, as a step window or bare."""
+    """The same batch ``STEPS`` times, as a step batch or bare."""
 
-    def __init__(self, windows: bool) -> None:
-        self.windows = windows
+    def __init__(self, step_batches: bool) -> None:
+        self.step_batches = step_batches
 
     def __len__(self) -> int:
         return STEPS
@@ -61,7 +61,7 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         x = torch.randn(8, 32)
         for step in range(STEPS):
-            yield StepWindow(step, step * 8, 8, [{"x": x}], 8) if self.windows else x
+            yield StepBatch(step, step * 8, 8, [{"x": x}], 8) if self.step_batches else x
 
 
 class ToyObjective(Objective):
@@ -98,7 +98,7 @@ def plain() -> float:
     model = toy()
     optimizer = adamw(model)
     started = 0.0
-    for step, x in enumerate(Batches(windows=False)):
+    for step, x in enumerate(Batches(step_batches=False)):
         if step == 100:
             started = time.perf_counter()
         loss = model(x).square().sum() / 8
@@ -115,7 +115,7 @@ def lightning(folder: Path) -> float:
     trainer = pl.Trainer(
         **QUIET, logger=CSVLogger(folder), callbacks=[clock, bar], gradient_clip_val=1.0, log_every_n_steps=1
     )
-    trainer.fit(ToyModule(), Batches(windows=False))
+    trainer.fit(ToyModule(), Batches(step_batches=False))
     return clock.seconds
 
 
@@ -133,7 +133,7 @@ def framework(folder: Path) -> float:
         val_check_interval=NEVER, check_val_every_n_epoch=None,
     )
     quiet_signals(trainer)
-    trainer.fit(ToyObjective(toy(), adamw, lambda step: 1.0), Batches(windows=True))
+    trainer.fit(ToyObjective(toy(), adamw, lambda step: 1.0), Batches(step_batches=True))
     return clock.seconds
 
 

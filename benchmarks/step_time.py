@@ -1,6 +1,6 @@
 """The time of a training step of ``llama_small`` in one process, over a hand-written torch loop.
 
-Both train the same model on the same windows with the same optimizer, in blocks that alternate within one process;
+Both train the same model on the same step batches with the same optimizer, in blocks that alternate within one process;
 this project's has its CSV, TensorBoard and progress on. ``python -m benchmarks.step_time``.
 """
 
@@ -22,7 +22,7 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.loader import train_windows
+from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.runs.metrics_file import read_metrics
@@ -51,14 +51,14 @@ def plain_block(config: RunConfig, prepared: object) -> list[float]:
     )
     seconds = []
     plan = BatchPlan.resolve(config.data, 1)
-    windows = train_windows(config, prepared, plan, 0, start_sample=0, max_steps=STEPS)  # type: ignore[arg-type]
+    step_batches = train_step_batches(config, prepared, plan, 0, start_sample=0, max_steps=STEPS)  # type: ignore[arg-type]
     mark = time.perf_counter()
-    for window in windows:
+    for step_batch in step_batches:
         total = 0.0
-        for batch in window.micro_batches:
+        for batch in step_batch.micro_batches:
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            (loss / window.normalizer).backward()
+            (loss / step_batch.loss_denominator).backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -56,11 +56,11 @@ def trainer_block(config: Any, prepared: Any, strategy: str) -> list[float]:
 
 def samples(config: Any, prepared: Any) -> list[dict[str, Any]]:
     """The run's samples, of all processes, in memory."""
-    from mgpu_pipe.data.loader import train_windows
+    from mgpu_pipe.data.loader import train_step_batches
     from mgpu_pipe.topology import BatchPlan
 
-    windows = train_windows(config, prepared, BatchPlan.resolve(config.data, 1), 0, start_sample=0, max_steps=STEPS)
-    rows = [row for window in windows for batch in window.micro_batches for row in batch["input_ids"]]
+    step_batches = train_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, start_sample=0, max_steps=STEPS)
+    rows = [row for step_batch in step_batches for batch in step_batch.micro_batches for row in batch["input_ids"]]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 

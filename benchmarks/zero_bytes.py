@@ -4,10 +4,10 @@
 own ``train``. With P parameters, N processes, w bytes a weight of compute (4 in fp32, 2 in bf16), fp32 gradients and
 AdamW in fp32 (Rajbhandari et al. 2020, arXiv:1910.02054, with K = 12; in fp32 a weight is its own master, K = 8):
 
-- kept: ZeRO-1 (w + 4)P + KP/N, its whole gradients being summed up till the window's last pass; ZeRO-2
+- kept: ZeRO-1 (w + 4)P + KP/N, its whole gradients being summed up till the step batch's last pass; ZeRO-2
   wP + (4 + K)P/N; ZeRO-3 (w + 4 + K)P/N. The most between passes; ``in update`` is while the optimizer runs, when
   of the gradients only this process's part is left.
-- sent: ZeRO-1 gradients once a window and updated weights, (4 + w)P(N-1)/N; ZeRO-2 the same with gradients in every
+- sent: ZeRO-1 gradients once a step batch and updated weights, (4 + w)P(N-1)/N; ZeRO-2 the same with gradients in every
   micro-batch; ZeRO-3 weights twice and gradients once a micro-batch, (2w + 4)P(N-1)/N. Gradients are reduced in fp32.
 
 ``python -m benchmarks.zero_bytes [sizes]``.
@@ -47,7 +47,7 @@ def closed_forms(stage: int, precision: str, world: int, parameters: int) -> tup
     others = parameters * (world - 1) / world
     reductions = 1 if stage == 1 else MICRO_BATCHES
     gathers = 2 * MICRO_BATCHES if stage == 3 else 1
-    # The window's last pass leaves ZeRO-1 its part of the gradients.
+    # The step batch's last pass leaves ZeRO-1 its part of the gradients.
     updating = weights + 4 * shared + state
     return weights + gradients + state, updating, (4 * reductions + weight * gathers) * others
 

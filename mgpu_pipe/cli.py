@@ -40,9 +40,9 @@ def program() -> NoReturn:
     limit_threads(os.environ)
     code = main()
     if "torch" in sys.modules:
-        from mgpu_pipe.launch.process_exit import leave
+        from mgpu_pipe.launch.process_exit import exit_now
 
-        leave(code)
+        exit_now(code)
     sys.exit(code)
 
 

@@ -1,1 +1,1 @@
-"""The canonical checkpoint format: boxes, manifest, save, load, retention."""
+"""The canonical checkpoint format: tensor slices, manifest, save, load, retention."""

@@ -1,4 +1,4 @@
-"""From live modules and optimizers to pieces in canonical coordinates, and back to an optimizer's first state."""
+"""From live modules and optimizers to local shards in canonical coordinates, and back to an optimizer's first state."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.layout import Layout, fragments, layouts_of, unsharded_shape
 from mgpu_pipe.models.parts import local_tensor
 
 
-def tensor_pieces(name: str, tensor: torch.Tensor, layout: Layout | None = None) -> list[Piece]:
+def tensor_shards(name: str, tensor: torch.Tensor, layout: Layout | None = None) -> list[LocalShard]:
     """The parts of ``name`` (in the unsharded model) that this rank holds, as live views."""
     shape = unsharded_shape(tensor, layout)
     local = local_tensor(tensor).detach()
-    return [Piece(Box(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(tensor, layout)]
+    return [LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(tensor, layout)]
 
 
-def model_pieces(model: torch.nn.Module) -> list[Piece]:
+def model_shards(model: torch.nn.Module) -> list[LocalShard]:
     """The parts of the weights of ``model`` that this rank holds."""
-    return _pieces_of((name, layout, parameter) for name, layout, parameter in _named(model))
+    return _shards_of((name, layout, parameter) for name, layout, parameter in _named(model))
 
 
-def gradient_pieces(model: torch.nn.Module) -> list[Piece]:
+def gradient_shards(model: torch.nn.Module) -> list[LocalShard]:
     """The parts of the gradients that this rank holds; parameters without one are left out."""
-    return _pieces_of(
+    return _shards_of(
         (name, layout, parameter.grad) for name, layout, parameter in _named(model) if parameter.grad is not None
     )
 
@@ -39,17 +39,17 @@ def _named(model: torch.nn.Module) -> Iterable[tuple[str, Layout | None, torch.n
         yield (layout.name if layout else name), layout, parameter
 
 
-def _pieces_of(named: Iterable[tuple[str, Layout | None, torch.Tensor]]) -> list[Piece]:
-    return [piece for name, layout, tensor in named for piece in tensor_pieces(name, tensor, layout)]
+def _shards_of(named: Iterable[tuple[str, Layout | None, torch.Tensor]]) -> list[LocalShard]:
+    return [shard for name, layout, tensor in named for shard in tensor_shards(name, tensor, layout)]
 
 
-def optimizer_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Piece]:
-    """The optimizer's state as pieces named ``<parameter>/<state key>``.
+def optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[LocalShard]:
+    """The optimizer's state as local shards named ``<parameter>/<state key>``.
 
     Raises:
         CheckpointError: a state that is neither a tensor nor a number and so has no canonical form.
     """
-    found: list[Piece] = []
+    found: list[LocalShard] = []
     for name, layout, parameter in _named(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
@@ -67,10 +67,10 @@ def optimizer_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}
 
 
-def number_piece(name: str, value: bool | int | float) -> Piece:
+def number_piece(name: str, value: bool | int | float) -> LocalShard:
     """A Python number of an optimizer's state: a scalar whose name ends in the number's kind."""
     kind = type(value).__name__
-    return Piece(Box.whole(f"{name}:{kind}", ()), (), torch.tensor(value, dtype=NUMBERS[kind]))
+    return LocalShard(TensorSlice.whole(f"{name}:{kind}", ()), (), torch.tensor(value, dtype=NUMBERS[kind]))
 
 
 def take_numbers(optimizer: torch.optim.Optimizer) -> None:
@@ -80,14 +80,14 @@ def take_numbers(optimizer: torch.optim.Optimizer) -> None:
             state[key.rpartition(":")[0]] = state.pop(key).item()
 
 
-def _state_pieces(name: str, value: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> list[Piece]:
+def _state_pieces(name: str, value: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> list[LocalShard]:
     """A state of the shape of this rank's shard lies where the shard does; any other (a step counter, a factor) is
     whole on every rank."""
     local = local_tensor(value).detach()
     if local.shape != local_tensor(parameter).shape:
-        return tensor_pieces(name, local)
+        return tensor_shards(name, local)
     shape = unsharded_shape(parameter, layout)
-    return [Piece(Box(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(parameter, layout)]
+    return [LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(parameter, layout)]
 
 
 def create_optimizer_state(

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
 from mgpu_pipe.checkpoint.layout import KINDS
 from mgpu_pipe.checkpoint.save import Plan, planned_for
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 
 ALIGNMENT = 64
 """Bytes that a copy's place is a multiple of: a cache line, and every dtype's size."""
 
-Write = Callable[[list[Piece], list[Piece]], object]
-"""Writes the pieces of model and optimizer; see ``checkpoint.save.write``."""
+Write = Callable[[list[LocalShard], list[LocalShard]], object]
+"""Writes the local shards of model and optimizer; see ``checkpoint.save.write``."""
 
 
 class HostCopies:
@@ -38,30 +38,30 @@ class HostCopies:
         """Bytes held."""
         return self._memory.numel()
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """The pieces with their values as they are now, in this object's memory: the next call overwrites them.
+    def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
+        """The local shards with their values as they are now, in this object's memory: the next call overwrites them.
 
         Returns once everything is copied, so that the tensors may change.
         """
         places, size = [], 0
-        for piece in pieces:
+        for shard in shards:
             places.append(size)
-            size += -(-piece.tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
+            size += -(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        devices = {shard.tensor.device for shard in shards if shard.tensor.device.type == "cuda"}
         if size > self.nbytes or (devices and not self._pinned):
             self._allocate(size, pinned=bool(devices))
         copies = []
-        for piece, place in zip(pieces, places, strict=True):
-            tensor = piece.tensor.detach()
+        for shard, place in zip(shards, places, strict=True):
+            tensor = shard.tensor.detach()
             copy = self._memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
-            copies.append(Piece(piece.box, piece.global_shape, copy))
+            copies.append(LocalShard(shard.tensor_slice, shard.global_shape, copy))
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
     def release(self) -> None:
-        """Give the memory back; pieces that :meth:`take` returned are gone."""
+        """Give the memory back; local shards that :meth:`take` returned are gone."""
         self._allocate(0, pinned=False)
 
     def _allocate(self, size: int, pinned: bool) -> None:
@@ -109,7 +109,7 @@ class BackgroundSaver:
         """Whether any rank's part of a save is still going on; the same on all."""
         return any(exchange_json(self.running, None))
 
-    def start(self, plan: Plan, model: Sequence[Piece], optimizer: Sequence[Piece], write: Write) -> None:
+    def start(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard], write: Write) -> None:
         """Copy this rank's share of the planned values and begin to write it. The save before has been waited for.
 
         Raises:
@@ -118,7 +118,7 @@ class BackgroundSaver:
         assert self._thread is None and self._error is None
         rank, _ = rank_and_size(None)
         mine = [planned_for(plan, rank, kind, part) for kind, part in zip(KINDS, (model, optimizer), strict=True)]
-        copies: list[Piece] = []
+        copies: list[LocalShard] = []
         what = "a checkpoint's values could not be copied to host memory; checkpoint.async_save=false needs none"
         together(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), what, None)
         parts = copies[: len(mine[0])], copies[len(mine[0]) :]

@@ -12,7 +12,7 @@ import torch
 from mgpu_pipe.checkpoint.host import blocks
 from mgpu_pipe.checkpoint.layout import KINDS
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
 BATCH_BYTES = 64 * 1024 * 1024
 """Elements are read together up to so many bytes of float64: a file's header is parsed once a batch."""
@@ -95,33 +95,33 @@ class _Sums:
         return sqrt(self.difference / self.reference)
 
 
-def _batches(reader: CheckpointReader, names: list[str]) -> Iterator[list[tuple[Box, tuple[int, ...]]]]:
+def _batches(reader: CheckpointReader, names: list[str]) -> Iterator[list[tuple[TensorSlice, tuple[int, ...]]]]:
     """Blocks of the tensors, several together, in the order of the files."""
-    batch: list[tuple[Box, tuple[int, ...]]] = []
+    batch: list[tuple[TensorSlice, tuple[int, ...]]] = []
     size = 0
     for name in names:
         whole = reader.shape(name)
         for offsets, shape in blocks(whole, 8):
-            box = Box(name, offsets, shape)
-            if size and size + 8 * box.volume > BATCH_BYTES:
+            tensor_slice = TensorSlice(name, offsets, shape)
+            if size and size + 8 * tensor_slice.volume > BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
-            batch.append((box, whole))
-            size += 8 * box.volume
+            batch.append((tensor_slice, whole))
+            size += 8 * tensor_slice.volume
     if batch:
         yield batch
 
 
 def _add(
-    one: CheckpointReader, other: CheckpointReader, kind: str, batch: list[tuple[Box, tuple[int, ...]]],
+    one: CheckpointReader, other: CheckpointReader, kind: str, batch: list[tuple[TensorSlice, tuple[int, ...]]],
     sums: dict[str, _Sums],
 ) -> None:
-    pieces = []
+    shards = []
     for reader in (one, other):
-        pieces.append([Piece(box, whole, torch.empty(box.shape, dtype=torch.float64)) for box, whole in batch])
-        reader.read(pieces[-1], kind)
-    for a, b in zip(*pieces, strict=True):
-        total, left, right = sums[a.box.name], a.tensor, b.tensor
+        shards.append([LocalShard(tensor_slice, whole, torch.empty(tensor_slice.shape, dtype=torch.float64)) for tensor_slice, whole in batch])
+        reader.read(shards[-1], kind)
+    for a, b in zip(*shards, strict=True):
+        total, left, right = sums[a.tensor_slice.name], a.tensor, b.tensor
         total.reference += float(left.square().sum())
         if torch.equal(left, right):
             continue

@@ -1,17 +1,17 @@
-"""Ranges of flattened tensors as boxes: ZeRO cuts parameters where its flat buffers happen to be cut. Torch-free."""
+"""Ranges of flattened tensors as tensor slices: ZeRO cuts parameters where its flat buffers happen to be cut. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 
-from mgpu_pipe.checkpoint.tensor_slices import Box
+from mgpu_pipe.checkpoint.tensor_slices import TensorSlice
 
 
-def flat_boxes(name: str, shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that hold, in order, the elements ``start`` to ``stop`` of the flattened (row-major) tensor.
+def flat_slices(name: str, shape: Sequence[int], start: int, stop: int) -> list[TensorSlice]:
+    """Tensor slices that hold, in order, the elements ``start`` to ``stop`` of the flattened (row-major) tensor.
 
-    Each box is contiguous in the flattened tensor, so the elements of a box are a slice of the range. There are at
+    Each tensor slice is contiguous in the flattened tensor, so the elements of a tensor slice are a slice of the range. There are at
     most ``2 * len(shape) - 1`` of them: partial blocks before and after a run of whole ones, in every dim but the
     last; none where the range is empty.
 
@@ -22,7 +22,7 @@ def flat_boxes(name: str, shape: Sequence[int], start: int, stop: int) -> list[B
         raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {list(shape)}")
     if start == stop:
         return []
-    return [Box(name, offsets, sizes) for offsets, sizes in _cut(tuple(shape), start, stop)]
+    return [TensorSlice(name, offsets, sizes) for offsets, sizes in _cut(tuple(shape), start, stop)]
 
 
 _Block = tuple[tuple[int, ...], tuple[int, ...]]

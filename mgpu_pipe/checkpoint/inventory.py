@@ -83,7 +83,7 @@ def leftovers(root: Path) -> list[Path]:
     return [path for _, _, path in layout.folders(root) if path not in whole]
 
 
-def look_at(step: int, folder: Path, verify: Verify) -> Step:
+def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
     """Everything about one committed step; never raises for what is wrong with it.
 
     Args:

@@ -1,4 +1,4 @@
-"""Loading: each rank fills its own pieces from whatever boxes there are, and reads no more than that takes."""
+"""Loading: each rank fills its own local shards from whatever tensor slices there are, and reads no more than that takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgpu_pipe.checkpoint.integrity import Verify, check_sizes, read_small_file,
 from mgpu_pipe.checkpoint.layout import CONFIG
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES, Entry, TensorFile
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 
 MIN_GAP_BYTES = 4096
@@ -27,11 +27,11 @@ _MAX_DIFFERENCES_SHOWN = 8
 
 @dataclass(frozen=True)
 class _Part:
-    """One intersection: ``box`` of the stored ``source``, wanted by ``piece``."""
+    """One intersection: ``tensor_slice`` of the stored ``source``, wanted by ``shard``."""
 
-    source: Box
-    box: Box
-    piece: Piece
+    source: TensorSlice
+    tensor_slice: TensorSlice
+    shard: LocalShard
 
 
 class CheckpointReader:
@@ -95,25 +95,25 @@ class CheckpointReader:
         """
         self._refuse(self.differences(expected, kind), kind)
 
-    def read(self, pieces: Sequence[Piece], kind: str) -> None:
-        """Fill the pieces' tensors in place; no collective call, every rank reads for itself.
+    def read(self, shards: Sequence[LocalShard], kind: str) -> None:
+        """Fill the local shards' tensors in place; no collective call, every rank reads for itself.
 
-        Give all pieces at once: a chunk is read and checked once a call. Values are converted where the live
+        Give all local shards at once: a chunk is read and checked once a call. Values are converted where the live
         tensor's dtype is another than the stored one. A tensor may be any view on any device.
 
         Raises:
             CheckpointError: a name is missing or a shape differs (all listed), before anything is read; or a chunk
-                that is read is damaged (file and chunk are named): then some pieces may have been filled.
+                that is read is damaged (file and chunk are named): then some local shards may have been filled.
         """
-        self._refuse(self._unfilled({piece.box.name: piece.global_shape for piece in pieces}, kind), kind)
+        self._refuse(self._unfilled({shard.tensor_slice.name: shard.global_shape for shard in shards}, kind), kind)
         parts: dict[str, list[_Part]] = {}
-        for piece in pieces:
-            if tuple(piece.tensor.shape) != piece.box.shape:
-                raise ValueError(f"{piece.box.key}: the tensor's shape {list(piece.tensor.shape)} is not its box's")
-            for source, file in self.manifest.tensors[kind][piece.box.name].boxes:
-                both = source.intersection(piece.box)
+        for shard in shards:
+            if tuple(shard.tensor.shape) != shard.tensor_slice.shape:
+                raise ValueError(f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its box's")
+            for source, file in self.manifest.tensors[kind][shard.tensor_slice.name].tensor_slices:
+                both = source.intersection(shard.tensor_slice)
                 if both is not None:
-                    parts.setdefault(file, []).append(_Part(source, both, piece))
+                    parts.setdefault(file, []).append(_Part(source, both, shard))
         for name in sorted(parts):
             self._read_from(name, parts[name], self.manifest.tensors[kind])
 
@@ -139,14 +139,14 @@ class CheckpointReader:
             step = file.metadata.get("step")
             if step != str(self.manifest.step):
                 raise CheckpointError(f"{file.path}: is a file of step {step}, the manifest's is {self.manifest.step}")
-            placed = [(_locate(file, part.source, tensors[part.box.name].dtype), part) for part in parts]
-            for start, part in sorted(placed, key=lambda item: (item[0], item[1].box.offsets)):
-                _fill(file, start, part, tensors[part.box.name].dtype)
+            placed = [(_locate(file, part.source, tensors[part.tensor_slice.name].dtype), part) for part in parts]
+            for start, part in sorted(placed, key=lambda item: (item[0], item[1].tensor_slice.offsets)):
+                _fill(file, start, part, tensors[part.tensor_slice.name].dtype)
             self.bytes_read += file.data.bytes_read
 
 
-def _locate(file: TensorFile, source: Box, dtype: str) -> int:
-    """First byte of a stored box, once the file's header agrees with the manifest about it."""
+def _locate(file: TensorFile, source: TensorSlice, dtype: str) -> int:
+    """First byte of a stored tensor slice, once the file's header agrees with the manifest about it."""
     stored = file.entries.get(source.key)
     if stored is None or stored.entry != Entry(source.key, dtype, source.shape):
         found = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"
@@ -157,10 +157,10 @@ def _locate(file: TensorFile, source: Box, dtype: str) -> int:
 
 
 def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
-    in_source = _relative(part.box, part.source)
-    in_piece = _relative(part.box, part.piece.box)
-    target = part.piece.tensor.detach()
-    for offsets, shape in blocks(part.box.shape, ITEM_BYTES[dtype]):
+    in_source = _relative(part.tensor_slice, part.source)
+    in_piece = _relative(part.tensor_slice, part.shard.tensor_slice)
+    target = part.shard.tensor.detach()
+    for offsets, shape in blocks(part.tensor_slice.shape, ITEM_BYTES[dtype]):
         at = tuple(a + b for a, b in zip(in_source, offsets, strict=True))
         to = tuple(a + b for a, b in zip(in_piece, offsets, strict=True))
         place = select(target, to, shape)
@@ -171,8 +171,8 @@ def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
             place.copy_(block)
 
 
-def _relative(box: Box, origin: Box) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(box.offsets, origin.offsets, strict=True))
+def _relative(tensor_slice: TensorSlice, origin: TensorSlice) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(tensor_slice.offsets, origin.offsets, strict=True))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """``manifest.json``: what a checkpoint holds, and the hashes that prove it. Written last, read first.
 
 A folder without a valid manifest is not a checkpoint. The manifest is parsed as if an enemy had written it: nothing
-in it leads outside the folder, and every box it lists is shown to tile its tensor before one byte is read.
+in it leads outside the folder, and every tensor slice it lists is shown to tile its tensor before one byte is read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mgpu_pipe.checkpoint.strict_json import (
     parse,
 )
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
-from mgpu_pipe.checkpoint.tensor_slices import Box, tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
-"""Far above a real one: about 100 bytes a box."""
+"""Far above a real one: about 100 bytes a tensor slice."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -39,11 +39,11 @@ _KEYS = ("format_version", "step", "tensors", "files", "root")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's whole shape, its safetensors dtype, and the file that holds each of its boxes."""
+    """A tensor's whole shape, its safetensors dtype, and the file that holds each of its tensor slices."""
 
     shape: tuple[int, ...]
     dtype: str
-    boxes: tuple[tuple[Box, str], ...]
+    tensor_slices: tuple[tuple[TensorSlice, str], ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Manifest:
                     name: {
                         "shape": list(tensor.shape),
                         "dtype": tensor.dtype,
-                        "boxes": [[list(box.offsets), list(box.shape), file] for box, file in tensor.boxes],
+                        "boxes": [[list(tensor_slice.offsets), list(tensor_slice.shape), file] for tensor_slice, file in tensor.tensor_slices],
                     }
                     for name, tensor in tensors.items()
                 }
@@ -155,7 +155,7 @@ def _parse_tensor(name: str, value: Any, records: Mapping[str, FileRecord], wher
     dtype = as_text(fields["dtype"], where)
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{where}: unknown dtype {dtype[:40]!r}")
-    boxes: list[tuple[Box, str]] = []
+    tensor_slices: list[tuple[TensorSlice, str]] = []
     for item in as_list(fields["boxes"], where):
         parts = as_list(item, where)
         if len(parts) != 3:
@@ -163,8 +163,8 @@ def _parse_tensor(name: str, value: Any, records: Mapping[str, FileRecord], wher
         file = as_text(parts[2], where)
         if file not in records or file in (STATE, CONFIG):
             raise CheckpointError(f"{where}: lies in {file[:80]!r}, which is no tensor file of this checkpoint")
-        boxes.append((Box(name, as_sizes(parts[0], where), as_sizes(parts[1], where)), file))
-    fault = tiling_fault(shape, [box for box, _ in boxes])
+        tensor_slices.append((TensorSlice(name, as_sizes(parts[0], where), as_sizes(parts[1], where)), file))
+    fault = tiling_fault(shape, [tensor_slice for tensor_slice, _ in tensor_slices])
     if fault:
         raise CheckpointError(f"{where}: {fault}")
-    return StoredTensor(shape, dtype, tuple(boxes))
+    return StoredTensor(shape, dtype, tuple(tensor_slices))

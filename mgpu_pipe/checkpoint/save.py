@@ -1,4 +1,4 @@
-"""Saving: all ranks write their boxes into a partial folder, which gets its name when it is whole.
+"""Saving: all ranks write their tensor slices into a partial folder, which gets its name when it is whole.
 
 The order is what makes a save safe against a crash at any instant: every data file flushed, then the manifest, then
 the folder's entries, then the rename, then the parent folder.
@@ -22,7 +22,7 @@ from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
 from mgpu_pipe.checkpoint.plan import Held, plan_files
 from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointSaveError
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ _log = logging.getLogger(__name__)
 
 
 Plan = Mapping[str, Mapping[str, StoredTensor]]
-"""``[kind][name]``: which file gets which box."""
+"""``[kind][name]``: which file gets which tensor slice."""
 
 
 def save(
     root: Path,
     step: int,
-    model: Sequence[Piece],
-    optimizer: Sequence[Piece],
+    model: Sequence[LocalShard],
+    optimizer: Sequence[LocalShard],
     state: Mapping[str, Any],
     config_file: Path,
     group: dist.ProcessGroup | None = None,
@@ -49,8 +49,8 @@ def save(
     Args:
         root: the run's ``checkpoints`` folder, made if missing; the same on all ranks, on a file system they share.
         step: completed optimizer steps.
-        model: this rank's pieces of the weights.
-        optimizer: this rank's pieces of the optimizer's state, named ``<parameter>/<state key>``.
+        model: this rank's local shards of the weights.
+        optimizer: this rank's local shards of the optimizer's state, named ``<parameter>/<state key>``.
         state: the content of state.json (JSON values); rank 0's counts. ``step`` and ``format_version`` are added.
         config_file: copied to config.yaml by rank 0.
         group: the process group that saves; None is the world, or this process alone where there is none.
@@ -73,12 +73,12 @@ class Planner:
         self._plan: Plan = {}
 
     def plan(
-        self, root: Path, step: int, model: Sequence[Piece], optimizer: Sequence[Piece], group: dist.ProcessGroup | None
+        self, root: Path, step: int, model: Sequence[LocalShard], optimizer: Sequence[LocalShard], group: dist.ProcessGroup | None
     ) -> Plan:
         """The files of a save; the same on all ranks. A collective call; the arguments are those of :func:`save`.
 
         Raises:
-            CheckpointSaveError: on all ranks, when a rank's pieces cannot be saved, or all pieces together do not
+            CheckpointSaveError: on all ranks, when a rank's local shards cannot be saved, or all local shards together do not
                 cover every tensor exactly once.
         """
         failed = _failure(root, step)
@@ -100,8 +100,8 @@ def write(
     root: Path,
     step: int,
     plan: Plan,
-    model: Sequence[Piece],
-    optimizer: Sequence[Piece],
+    model: Sequence[LocalShard],
+    optimizer: Sequence[LocalShard],
     state: Mapping[str, Any],
     config_file: Path,
     group: dist.ProcessGroup | None = None,
@@ -110,7 +110,7 @@ def write(
     """Write what was planned, and commit it. A collective call over ``group``; see :func:`save`.
 
     Args:
-        model: at least the pieces of the weights that the plan gives to this rank.
+        model: at least the local shards of the weights that the plan gives to this rank.
         optimizer: the same of the optimizer's state.
         before_manifest: called on rank 0 when all data is on the disk and the manifest is not.
     """
@@ -158,28 +158,28 @@ def _failure(root: Path, step: int) -> str:
     return f"the checkpoint of step {step} could not be written to {root}"
 
 
-def planned_for(plan: Plan, rank: int, kind: str, pieces: Sequence[Piece]) -> list[Piece]:
-    """Those of a rank's pieces that it is the one to write."""
+def planned_for(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Those of a rank's local shards that it is the one to write."""
     name = layout.tensor_file_name(kind, rank)
-    mine = {box for tensor in plan[kind].values() for box, file in tensor.boxes if file == name}
-    return [piece for piece in pieces if piece.box in mine]
+    mine = {tensor_slice for tensor in plan[kind].values() for tensor_slice, file in tensor.tensor_slices if file == name}
+    return [shard for shard in shards if shard.tensor_slice in mine]
 
 
-def describe(model: Sequence[Piece], optimizer: Sequence[Piece]) -> list[Held]:
+def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[Held]:
     """What this rank holds.
 
     Raises:
-        ValueError: a piece's tensor does not have its box's shape, is not materialised, or has no known dtype.
+        ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has no known dtype.
     """
     held: list[Held] = []
-    for kind, pieces in zip(layout.KINDS, (model, optimizer), strict=True):
-        for piece in pieces:
-            if tuple(piece.tensor.shape) != piece.box.shape or piece.tensor.device.type == "meta":
+    for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):
+        for shard in shards:
+            if tuple(shard.tensor.shape) != shard.tensor_slice.shape or shard.tensor.device.type == "meta":
                 raise ValueError(
-                    f"{piece.box.key} of shape {list(piece.box.shape)} is given a tensor of shape "
-                    f"{list(piece.tensor.shape)} on {piece.tensor.device}"
+                    f"{shard.tensor_slice.key} of shape {list(shard.tensor_slice.shape)} is given a tensor of shape "
+                    f"{list(shard.tensor.shape)} on {shard.tensor.device}"
                 )
-            held.append(Held(kind, piece.box, tuple(piece.global_shape), dtype_name(piece.tensor)))
+            held.append(Held(kind, shard.tensor_slice, tuple(shard.global_shape), dtype_name(shard.tensor)))
     return held
 
 
@@ -188,8 +188,8 @@ def write_files(
     rank: int,
     step: int,
     plan: Plan,
-    model: Sequence[Piece],
-    optimizer: Sequence[Piece],
+    model: Sequence[LocalShard],
+    optimizer: Sequence[LocalShard],
     texts: Mapping[str, bytes],
 ) -> list[tuple[str, int, list[str]]]:
     """Write this rank's files and flush them, all at once: each flush waits for the disk.
@@ -205,25 +205,25 @@ def write_files(
     """
     with ThreadPoolExecutor(len(layout.KINDS) + 1, thread_name_prefix="checkpoint-write") as pool:
         jobs = [
-            pool.submit(_write_tensors, folder, rank, step, kind, plan, pieces)
-            for kind, pieces in zip(layout.KINDS, (model, optimizer), strict=True)
+            pool.submit(_write_tensors, folder, rank, step, kind, plan, shards)
+            for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True)
         ]
         jobs.append(pool.submit(_write_texts, folder, texts))
     return [(name, record.size, list(record.sha256)) for job in jobs for name, record in job.result().items()]
 
 
 def _write_tensors(
-    folder: Path, rank: int, step: int, kind: str, plan: Plan, pieces: Sequence[Piece]
+    folder: Path, rank: int, step: int, kind: str, plan: Plan, shards: Sequence[LocalShard]
 ) -> dict[str, FileRecord]:
     name = layout.tensor_file_name(kind, rank)
-    mine: dict[str, Piece] = {}
+    mine: dict[str, LocalShard] = {}
     entries: list[Entry] = []
-    by_box: dict[Box, Piece] = {piece.box: piece for piece in pieces}
+    by_slice: dict[TensorSlice, LocalShard] = {shard.tensor_slice: shard for shard in shards}
     for tensor in plan[kind].values():
-        for box, file in tensor.boxes:
+        for tensor_slice, file in tensor.tensor_slices:
             if file == name:
-                mine[box.key] = by_box[box]
-                entries.append(Entry(box.key, tensor.dtype, box.shape))
+                mine[tensor_slice.key] = by_slice[tensor_slice]
+                entries.append(Entry(tensor_slice.key, tensor.dtype, tensor_slice.shape))
     if not entries:
         return {}
     entries = file_order(entries)
@@ -242,19 +242,19 @@ def file_metadata(kind: str, step: int) -> dict[str, str]:
     return {"format": "pt", "kind": kind, "step": str(step)}
 
 
-def _finite_bytes(kind: str, pieces: Iterable[tuple[str, Piece]]) -> Iterator[memoryview]:
-    """The pieces' bytes in parts of at most a chunk, each looked at while it is at hand to be written and hashed.
+def _finite_bytes(kind: str, shards: Iterable[tuple[str, LocalShard]]) -> Iterator[memoryview]:
+    """The local shards' bytes in parts of at most a chunk, each looked at while it is at hand to be written and hashed.
 
     Raises:
-        NotFinite: a piece holds infinity or NaN.
+        NotFinite: a local shard holds infinity or NaN.
     """
     what = "weight" if kind == layout.KINDS[0] else "optimizer state"
-    for dtype, piece in pieces:
-        for data in host_bytes(piece.tensor):
+    for dtype, shard in shards:
+        for data in host_bytes(shard.tensor):
             for start in range(0, data.nbytes, CHUNK_BYTES):
                 part = data[start : start + CHUNK_BYTES]
                 if not all_finite(part, dtype):
-                    raise NotFinite(f"the {what} {piece.box.name}")
+                    raise NotFinite(f"the {what} {shard.tensor_slice.name}")
                 yield part
 
 

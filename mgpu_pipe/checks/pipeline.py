@@ -30,7 +30,7 @@ def pipeline_errors(
 
     Args:
         fields: of the model's configuration, with ``num_hidden_layers``.
-        num_micro_batches: of a step window.
+        num_micro_batches: of a step batch.
         compile_model: ``model.compile``.
         layers: the number of layers of every stage, by hand; None balances them.
         stages_per_rank: ``strategy.pipeline.stages_per_rank``.

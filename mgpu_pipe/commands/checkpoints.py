@@ -72,11 +72,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoint_tables import checkpoints_table, lines
-    from mgpu_pipe.report.tables import near
+    from mgpu_pipe.report.tables import relative_to_cwd
 
     folder = named_or_newest(arguments.folder, arguments.root, saved=True)
     root, found = inventory.steps_under(folder)
-    steps = [inventory.look_at(step, path, "size") for step, path in found.items()]
+    steps = [inventory.inspect_step(step, path, "size") for step, path in found.items()]
     settings = _settings(steps)
     taken = next((one.step for one in reversed(steps) if one.whole and not one.ruined), None)
     taken = taken if taken is not None else next((one.step for one in reversed(steps) if one.whole), None)
@@ -87,22 +87,22 @@ def _list(arguments: argparse.Namespace) -> int:
     if taken is None:
         remarks.append(f"checkpoint.resume=auto takes none of them, {root}")
     if len(found) > 1 or root.name == "checkpoints":
-        remarks += [f"{near(path)}: unfinished, taken by nothing" for path in inventory.leftovers(root)]
+        remarks += [f"{relative_to_cwd(path)}: unfinished, taken by nothing" for path in inventory.leftovers(root)]
     lines("", *remarks)
     return _report_damage(steps)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoint_tables import lines
-    from mgpu_pipe.report.tables import near
+    from mgpu_pipe.report.tables import relative_to_cwd
 
     _, found = inventory.steps_under(named_or_newest(arguments.folder, arguments.root, saved=True))
     steps = []
     for step, path in found.items():
-        one = inventory.look_at(step, path, "full" if arguments.full else "size")
+        one = inventory.inspect_step(step, path, "full" if arguments.full else "size")
         steps.append(one)
         files = f"{one.nbytes:,} bytes {'read' if arguments.full else 'in files of the right sizes'}"
-        lines(f"{near(path)}: {f'whole, {files}' if one.whole else f'damaged in {len(one.faults)} place(s)'}")
+        lines(f"{relative_to_cwd(path)}: {f'whole, {files}' if one.whole else f'damaged in {len(one.faults)} place(s)'}")
     if not arguments.full:
         lines("sizes and manifests only; --full reads every byte")
     return _report_damage(steps)
@@ -119,11 +119,11 @@ def _report_damage(steps: Sequence[Step]) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.checkpoint.compare import compare_tensors
     from mgpu_pipe.report.checkpoint_tables import comparison_table, differences_table, lines
-    from mgpu_pipe.report.tables import near
+    from mgpu_pipe.report.tables import relative_to_cwd
 
     pair = [_one_step(arguments.first), _one_step(arguments.second)]
     for number, one in zip(("first ", "second"), pair, strict=True):
-        lines(f"{number}  {near(one.folder)}")
+        lines(f"{number}  {relative_to_cwd(one.folder)}")
     kinds = ("model",) if arguments.weights else layout.KINDS
     comparison = compare_tensors(pair[0].folder, pair[1].folder, kinds)
     apart = [one for one in comparison.differing if not one.relative <= arguments.tolerance]
@@ -145,7 +145,7 @@ def _one_step(folder: Path) -> Step:
     """The step that is named, or the newest whole one of a run."""
     _, found = inventory.steps_under(folder)
     for step, path in reversed(found.items()):
-        one = inventory.look_at(step, path, "size")
+        one = inventory.inspect_step(step, path, "size")
         if one.whole:
             return one
     raise CheckpointError(f"{folder}: none of its checkpoints is whole; see {PROGRAM} check {folder}")
@@ -186,7 +186,7 @@ def _with_newest_proved(found: dict[int, Path]) -> list[Step]:
     steps: list[Step] = []
     proved = 0
     for step, path in reversed(found.items()):
-        one = inventory.look_at(step, path, "size" if proved == 2 else "full")
+        one = inventory.inspect_step(step, path, "size" if proved == 2 else "full")
         proved += one.whole and not one.ruined
         steps.append(one)
     return steps[::-1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.config.untrusted_run import foreign_data
+from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError
 from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
 from mgpu_pipe.inference.load import LoadedRun
@@ -30,21 +30,21 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     run = open_run(arguments)
-    from mgpu_pipe.data.loader import evaluation_windows
-    from mgpu_pipe.inference.evaluate import evaluate_windows
+    from mgpu_pipe.data.loader import evaluation_step_batches
+    from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
     from mgpu_pipe.topology import BatchPlan
 
     config = _evaluation_config(run, arguments.overrides)
     prepared = _prepared(run, config)
-    windows = evaluation_windows(prepared, BatchPlan.resolve(config.data, 1), 0)
-    if not len(windows):
+    step_batches = evaluation_step_batches(prepared, BatchPlan.resolve(config.data, 1), 0)
+    if not len(step_batches):
         raise ConfigError(
             "data.validation_fraction", config.data.validation_fraction,
             "set it above 0, or give held-out files by data.validation_paths", "nothing is held out",
         )
     fix_rotary_length(run.model, config.data.seq_len)
-    result = evaluate_windows(run.model, windows)
+    result = evaluate_step_batches(run.model, step_batches)
     print(f"loss        {result.loss:.6f} nats a token")
     print(f"perplexity  {result.perplexity:.3f}")
     if prepared.unigram_perplexity is not None:
@@ -64,7 +64,7 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
         return compose(["model=hf", f"model.path={run.source.absolute()}", *overrides])[0]
     given = {text.lstrip("+").split("=")[0] for text in overrides}
     config = replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
-    return config if run.own else replace(config, data=foreign_data(config.data, given))
+    return config if run.own else replace(config, data=untrusted_data(config.data, given))
 
 
 def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:

@@ -50,11 +50,11 @@ def _import(arguments: argparse.Namespace) -> None:
     check_target(out, arguments.force)
     quiet()
     from mgpu_pipe.inference.external_weights import read_weights
-    from mgpu_pipe.inference.importing import fill_from_foreign
+    from mgpu_pipe.inference.importing import fill_from_external
 
     with working_folder(out, ".import") as scratch:
         weights = read_weights(source, arguments.trust, scratch)
-        stored = fill_from_foreign(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
+        stored = fill_from_external(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
         export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"imported {source} to {out} ({len(weights)} tensors, {arguments.dtype}; logits compared)")
     print(f"train on: mgpu-pipe model=hf model.path={out}")

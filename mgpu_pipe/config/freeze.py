@@ -52,7 +52,7 @@ def load(path: Path) -> RunConfig:
     return config
 
 
-def load_foreign(path: Path) -> tuple[RunConfig, bool]:
+def load_untrusted(path: Path) -> tuple[RunConfig, bool]:
     """Read a configuration that somebody else may have written.
 
     Returns:

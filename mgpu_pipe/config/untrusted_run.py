@@ -1,6 +1,6 @@
 """What of somebody else's configuration is followed: what it says of the data, never where anything lies.
 
-A configuration is foreign unless this user's own launches wrote it (:func:`mgpu_pipe.config.freeze.load_foreign`).
+A configuration is foreign unless this user's own launches wrote it (:func:`mgpu_pipe.config.freeze.load_untrusted`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_SYNTHETIC = 1 << 20
 """Documents, and tokens a document."""
 
 
-def foreign_data(data: DataConfig, given: Set[str]) -> DataConfig:
+def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
     """``data`` without what leads out of the run's folder, as far as the command line did not give it.
 
     Args:

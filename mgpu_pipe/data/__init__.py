@@ -1,1 +1,1 @@
-"""Sources, tokenising, packing, the global order, and the step window."""
+"""Sources, tokenising, packing, the global order, and the step batch."""

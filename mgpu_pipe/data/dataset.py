@@ -60,7 +60,7 @@ class PackedDataset:
 
     def batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
-        ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.step_batch.StepWindow` defines them.
+        ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.step_batch.StepBatch` defines them.
 
         The label at the last position of a piece whose document goes on is the document's next token, which lies in
         another sample: a cut costs context, not labels.

@@ -1,4 +1,4 @@
-"""The step window: everything one optimizer step consumes on one process."""
+"""The step batch: everything one optimizer step consumes on one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def without_labels(micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 
 @dataclass
-class StepWindow:
+class StepBatch:
     """This process's micro-batches of one optimizer step.
 
     A micro-batch of a causal language model holds int64 tensors of shape ``(micro_batch_size, seq_len)``:
@@ -28,14 +28,14 @@ class StepWindow:
     """
 
     step: int
-    """Zero-based index of the optimizer step (or of the evaluation window)."""
+    """Zero-based index of the optimizer step (or of the evaluation step batch)."""
     first_sample: int
     """Global index of the step's first sample: ``step * global_batch_size``."""
     num_samples: int
-    """Samples of the step over all processes; only the last evaluation window has fewer than the others."""
+    """Samples of the step over all processes; only the last evaluation step batch has fewer than the others."""
     micro_batches: list[dict[str, torch.Tensor]]
-    """This process's share; may be empty or ragged only in the last evaluation window."""
-    normalizer: int
+    """This process's share; may be empty or ragged only in the last evaluation step batch."""
+    loss_denominator: int
     """Valid tokens of the step over all processes; the loss is their sum of losses over this number."""
     num_tokens: int = 0
     """Positions that the model computes in the step, over all processes, padding included; 0 where nobody counts."""
@@ -43,14 +43,14 @@ class StepWindow:
     """Those of ``num_tokens`` that hold no document."""
 
 
-class ListedWindows:
-    """Step windows that are at hand, for Lightning, which would take a list of them for several loaders."""
+class ListedStepBatches:
+    """Step batchs that are at hand, for Lightning, which would take a list of them for several loaders."""
 
-    def __init__(self, windows: list[StepWindow]) -> None:
-        self._windows = windows
+    def __init__(self, step_batches: list[StepBatch]) -> None:
+        self._step_batches = step_batches
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return len(self._step_batches)
 
-    def __iter__(self) -> Iterator[StepWindow]:
-        return iter(self._windows)
+    def __iter__(self) -> Iterator[StepBatch]:
+        return iter(self._step_batches)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.models.attention import forward_kwargs
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Evaluation:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def evaluate_windows(model: PreTrainedModel, windows: Iterable[StepWindow]) -> Evaluation:
-    """Sum of the losses over all windows' valid tokens, divided by their number; sums in float64.
+def evaluate_step_batches(model: PreTrainedModel, step_batches: Iterable[StepBatch]) -> Evaluation:
+    """Sum of the losses over all step batches' valid tokens, divided by their number; sums in float64.
 
     Args:
         model: whole, on one device, in evaluation mode.
@@ -42,13 +42,13 @@ def evaluate_windows(model: PreTrainedModel, windows: Iterable[StepWindow]) -> E
     device = next(model.parameters()).device
     total, tokens, samples = 0.0, 0, 0
     with torch.no_grad():
-        for window in windows:
-            for batch in window.micro_batches:
+        for step_batch in step_batches:
+            for batch in step_batch.micro_batches:
                 for rows in _row_groups(batch, model.config.get_text_config().vocab_size):
                     inputs = {name: value.to(device) for name, value in rows.items()}
                     total += _sum_of_losses(model, inputs)
                     tokens += int((rows["labels"] != IGNORE_INDEX).sum())
-            samples += window.num_samples
+            samples += step_batch.num_samples
     return Evaluation(total / tokens if tokens else math.nan, tokens, samples)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.child import bound
 from mgpu_pipe.errors import BadInputError, MgpuError
-from mgpu_pipe.inference.load import Read, StoredModel
+from mgpu_pipe.inference.load import ReadTensor, StoredModel
 
 if TYPE_CHECKING:
     import torch
@@ -131,18 +131,18 @@ def check_target(out: Path, force: bool) -> None:
         raise BadInputError(f"--out={out}: exists already; choose another folder, or replace it with --force")
 
 
-def _prove(model: PreTrainedModel, read: Read, dtype: torch.dtype, folder: Path) -> None:
+def _prove(model: PreTrainedModel, read: ReadTensor, dtype: torch.dtype, folder: Path) -> None:
     """Have a fresh process load the folder and compare its logits with the model's."""
     import torch
     from safetensors.torch import save
 
-    from mgpu_pipe.inference.streaming import logits_by_blocks
+    from mgpu_pipe.inference.streaming import streamed_logits
 
     generator = torch.Generator().manual_seed(0)
     text = model.config.get_text_config()
     tokens = min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
-    logits = logits_by_blocks(model, read, ids, dtype).float().contiguous()
+    logits = streamed_logits(model, read, ids, dtype).float().contiguous()
     package = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(

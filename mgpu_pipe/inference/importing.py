@@ -20,7 +20,7 @@ LISTED = 8
 """Names of each kind that an error lists."""
 
 
-def fill_from_foreign(
+def fill_from_external(
     config: ModelConfig, weights: Mapping[str, torch.Tensor], source: Path, prefix: str = "",
     ignore: Sequence[str] = (), tokenizer: Path | None = None,
 ) -> StoredModel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.freeze import load_foreign
+from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import NotPlainError, check_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
-    from mgpu_pipe.checkpoint.tensor_slices import Piece
+    from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 
-Read = Callable[[str, "torch.dtype"], "torch.Tensor"]
+ReadTensor = Callable[[str, "torch.dtype"], "torch.Tensor"]
 """Gives a parameter or buffer of the module, whole, on the host, in a type."""
 
 
@@ -59,7 +59,7 @@ class StoredModel:
 
     model: PreTrainedModel
     """Parameters on the meta device, buffers real, in evaluation mode."""
-    read: Read
+    read: ReadTensor
     source: Path
     """The step's folder, or the Hugging Face folder."""
     tokenizer_folder: Path | None
@@ -135,7 +135,7 @@ def open_model(path: Path | str) -> StoredModel:
     return StoredModel(twin, read_from(loaded.model), folder, loaded.tokenizer_folder, None, None, maker=folder)
 
 
-def read_from(model: PreTrainedModel) -> Read:
+def read_from(model: PreTrainedModel) -> ReadTensor:
     """Reads from a model that is whole in memory."""
     state = model.state_dict()
 
@@ -155,7 +155,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings
 
     step_folder = resolve_source(folder, key="folder")
-    config, own = load_foreign(step_folder / "config.yaml")
+    config, own = load_untrusted(step_folder / "config.yaml")
     reader = CheckpointReader(step_folder)
     says_where_texts_end = config.model.path is not None
     if not own and config.model.path is not None:
@@ -183,11 +183,11 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     ), reader
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Piece:
-    from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+def _whole(name: str, tensor: torch.Tensor) -> LocalShard:
+    from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
     shape = tuple(tensor.shape)
-    return Piece(Box.whole(name, shape), shape, tensor)
+    return LocalShard(TensorSlice.whole(name, shape), shape, tensor)
 
 
 def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:

@@ -11,7 +11,7 @@ import torch
 
 from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.tensor_file import Entry, write_tensor_file
-from mgpu_pipe.inference.load import Read
+from mgpu_pipe.inference.load import ReadTensor
 from mgpu_pipe.models.folder import INDEX, WEIGHTS
 from mgpu_pipe.models.save import SavedGroup, convert_for_saving, saved_groups, write_configuration
 
@@ -23,7 +23,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def write_model_folder(
-    model: PreTrainedModel, read: Read, out: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES,
+    model: PreTrainedModel, read: ReadTensor, out: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES,
     maker: Path | None = None,
 ) -> list[str]:
     """Write configuration and weights into the existing folder ``out``, each file flushed.
@@ -82,7 +82,7 @@ def _dtype_of(model: PreTrainedModel, group: SavedGroup, dtype: torch.dtype) -> 
 
 
 def _tensors(
-    model: PreTrainedModel, groups: Sequence[SavedGroup], read: Read, dtype: torch.dtype
+    model: PreTrainedModel, groups: Sequence[SavedGroup], read: ReadTensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The folder's tensors in order; one group of them is in memory at a time."""
     for group in groups:

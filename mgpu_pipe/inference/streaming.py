@@ -13,11 +13,11 @@ from mgpu_pipe.models.plans import decoder_blocks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from mgpu_pipe.inference.load import Read
+    from mgpu_pipe.inference.load import ReadTensor
 
 
 @torch.no_grad()
-def logits_by_blocks(model: PreTrainedModel, read: Read, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def streamed_logits(model: PreTrainedModel, read: ReadTensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Logits of ``ids``, shape ``(rows, tokens, vocabulary)``, with weights of ``dtype``.
 
     In memory at once: what lies outside the repeated blocks (embeddings, last norm, head), and one block.

@@ -20,7 +20,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.launch.orphan_guard import Warden
+from mgpu_pipe.launch.orphan_guard import OrphanGuard
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 
@@ -92,19 +92,19 @@ def _build(folder: Path, device: str) -> None:
 
 def _run_whole(command: list[str], environment: dict[str, str], out: TextIO) -> int:
     """The command's exit code. Its compilers, which are its children, end with this process, too."""
-    warden = Warden()
+    orphan_guard = OrphanGuard()
     process = subprocess.Popen(
         bound(command), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
     )
     try:
-        warden.watch(process.pid)
+        orphan_guard.watch(process.pid)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # unreaped, its group cannot be another's
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        warden.dismiss(process.pid)
+        orphan_guard.dismiss(process.pid)
         code = process.wait()
-        warden.close()
+        orphan_guard.close()
     return code
 
 

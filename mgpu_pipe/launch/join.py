@@ -67,14 +67,14 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
     threads = choose_threads(config, world.local_world_size)
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
     with ExitStack() as held:
-        store = _meet(config)
-        offer = _lead(config, world, asked, store, held) if world.rank == 0 else _follow(config, store)
-        paths = RunPaths(Path(offer.folder))
-        if not offer.train:
+        store = _rendezvous(config)
+        shared = _plan_on_rank_zero(config, world, asked, store, held) if world.rank == 0 else _plan_from_rank_zero(config, store)
+        paths = RunPaths(Path(shared.folder))
+        if not shared.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
-        status = _train(replace(world, attempt=offer.attempt), paths, store, offer, held, started, asked.alone)
+        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, held, started, asked.alone)
         if world.rank == 0:
-            outcome = Outcome(status, EXIT_OK, offer.attempt)
+            outcome = Outcome(status, EXIT_OK, shared.attempt)
             finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked.alone, paths))
     return LaunchResult(status, EXIT_OK, paths.root)
 
@@ -91,7 +91,7 @@ def check_world(config: RunConfig, world: World) -> None:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _SharedPlan:
     """What rank 0 decided for all."""
 
     folder: str
@@ -102,7 +102,7 @@ class _Offer:
     """False where the run is complete already."""
 
 
-def _meet(config: RunConfig) -> Store:
+def _rendezvous(config: RunConfig) -> Store:
     """The store of the joined world."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -112,28 +112,28 @@ def _meet(config: RunConfig) -> Store:
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _lead(config: RunConfig, world: World, asked: Asked, store: Store, held: ExitStack) -> _Offer:
+def _plan_on_rank_zero(config: RunConfig, world: World, asked: Asked, store: Store, held: ExitStack) -> _SharedPlan:
     """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that none waits in vain."""
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
         lock = held.enter_context(RunLock(folder.paths.lock))
-        offer = _settle(config, world, asked, folder)
+        shared = _settle(config, world, asked, folder)
         lock.training()
     except MgpuError as error:
         store.set(OFFER, json.dumps({"exit_code": error.exit_code}))
         raise
-    store.set(OFFER, json.dumps(asdict(offer)))
-    return offer
+    store.set(OFFER, json.dumps(asdict(shared)))
+    return shared
 
 
-def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> _Offer:
+def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> _SharedPlan:
     from mgpu_pipe.launch.local import announce_resume, prepare_data
 
     paths, launch = folder.paths, _this_launch()
     folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
         finish.say_complete(paths)
-        return _Offer(str(paths.root), config_hash(config), "", run_folder.next_attempt(paths), train=False)
+        return _SharedPlan(str(paths.root), config_hash(config), "", run_folder.next_attempt(paths), train=False)
     folder = run_folder.begin(folder, config, asked.overrides, asked.command, launch)
     attempt = run_folder.next_attempt(paths)
     finish.say_note(folder.note)
@@ -152,26 +152,26 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)
-    return _Offer(str(paths.root), config_hash(config), str(step or ""), attempt, train=True)
+    return _SharedPlan(str(paths.root), config_hash(config), str(step or ""), attempt, train=True)
 
 
-def _follow(config: RunConfig, store: Store) -> _Offer:
+def _plan_from_rank_zero(config: RunConfig, store: Store) -> _SharedPlan:
     """The other ranks: take rank 0's decisions, if it read the same configuration."""
     store.wait([OFFER], timedelta(days=1))  # the data may have to be prepared first
     told = json.loads(store.get(OFFER))
     if "exit_code" in told:
         raise SystemExit(told["exit_code"])  # rank 0 has said why
-    offer = _Offer(**told)
-    if offer.config_hash != config_hash(config):
+    shared = _SharedPlan(**told)
+    if shared.config_hash != config_hash(config):
         raise ConfigError(
             "config", config_hash(config), "give every node the same command and the same version of the files",
-            f"rank 0 composed another configuration, {offer.config_hash}: the nodes' configurations differ",
+            f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ",
         )  # fmt: skip
-    return offer
+    return shared
 
 
 def _train(
-    world: World, paths: RunPaths, store: Store, offer: _Offer, held: ExitStack, started: float, alone: Sequence[str]
+    world: World, paths: RunPaths, store: Store, shared: _SharedPlan, held: ExitStack, started: float, alone: Sequence[str]
 ) -> str:
     """Train; an error ends this process after it was told, for the other ranks cannot be waited for.
 
@@ -189,7 +189,7 @@ def _train(
         sys.stderr = cast(TextIO, LiveStream(text_log, os.dup(2)))
         try:
             prepared, peers = _prepare_on_every_node(world, config, paths, store)
-            resume = Path(offer.resume) if offer.resume else None
+            resume = Path(shared.resume) if shared.resume else None
             result = train_in(world, config, paths, prepared, store, resume=resume)
         except BaseException as raised:
             error = _with_its_cause(raised, world.rank, peers)

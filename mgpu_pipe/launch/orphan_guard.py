@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 
-class Warden:
+class OrphanGuard:
     """The launcher's side. One an attempt; closing it twice does no harm."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Warden:
         try:
             os.write(self.fd, word.encode())
         except BrokenPipeError:
-            return  # somebody ended the warden; parent-death signals and lifelines remain
+            return  # somebody ended the orphan guard; parent-death signals and lifelines remain
 
 
 def main(fd: int) -> None:

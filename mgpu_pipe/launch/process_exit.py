@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process with ``code``: threads are joined, exit hooks run, streams flushed, and nothing is torn down.
 
     The interpreter's own end destroys process groups while threads of theirs may still run; now and then that aborts

@@ -9,7 +9,7 @@ from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.integrity import read_state
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
-from mgpu_pipe.config.freeze import load_foreign
+from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.mathematics import Kind, differences, unequal
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -64,7 +64,7 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
     Raises:
         ConfigErrors: everything that differs and may not.
     """
-    before, _ = load_foreign(step / "config.yaml")
+    before, _ = load_untrusted(step / "config.yaml")
     manifest = read_manifest(step)
     length = run_length(config, prepared)
     errors: list[BadInputError] = []
@@ -126,7 +126,7 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
     else:
         step = resolve_source(source, config.checkpoint.on_corruption, "size", key="checkpoint.init_from")
         kept = RunPaths(step.parents[1]).tokenizer
-        before, _ = load_foreign(step / "config.yaml")
+        before, _ = load_untrusted(step / "config.yaml")
         if config.model.path is None and before.model.path is None:
             if config.model.type != before.model.type:
                 errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from mgpu_pipe.config.paths import COMPARISON, RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.html import write_report
-from mgpu_pipe.report.tables import make_console, near, print_whole, runs_table
+from mgpu_pipe.report.tables import make_console, print_whole, relative_to_cwd, runs_table
 from mgpu_pipe.runs.continue_line import this_program, without
 
 
@@ -24,7 +24,7 @@ def show_sweep(runs: Sequence[RunPaths], folder: Path, stopped: Sequence[str] = 
     runs_table(found)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        print_whole(make_console(), f"report: {near(write_report(found, folder.absolute() / COMPARISON))}")
+        print_whole(make_console(), f"report: {relative_to_cwd(write_report(found, folder.absolute() / COMPARISON))}")
     except (RunFolderError, OSError) as error:
         print(f"error: the sweep's report could not be written: {error}", file=sys.stderr)
     if stopped:

@@ -23,7 +23,7 @@ from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concea
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.failure import write_error
 from mgpu_pipe.launch.parent_death import Lifeline
-from mgpu_pipe.launch.process_exit import leave
+from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 
 if TYPE_CHECKING:
@@ -210,4 +210,4 @@ def _live_stream() -> TextIO | None:
 
 
 if __name__ == "__main__":
-    leave(main(Path(sys.argv[1])))
+    exit_now(main(Path(sys.argv[1])))

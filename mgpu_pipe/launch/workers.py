@@ -15,7 +15,7 @@ from typing import IO
 from mgpu_pipe.config.joined_world import LIFELINE_FD
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
-from mgpu_pipe.launch.orphan_guard import Warden
+from mgpu_pipe.launch.orphan_guard import OrphanGuard
 
 HOST = "127.0.0.1"
 STORE_FD = "MGPU_STORE_FD"
@@ -78,8 +78,8 @@ class WorkerGroup:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._lifelines: dict[int, int] = {}
         self._errors: dict[int, int] = {}
-        self._warden = Warden()
-        parent_death.keep_from_forks(self._warden.fd)
+        self._orphan_guard = OrphanGuard()
+        parent_death.keep_from_forks(self._orphan_guard.fd)
         plan.paths.logs.mkdir(exist_ok=True)
         for left_over in plan.paths.logs.glob("rank-*.error.json"):
             left_over.unlink()
@@ -129,7 +129,7 @@ class WorkerGroup:
                     list(plan.argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
                     pass_fds=passed, start_new_session=True,
                 )  # fmt: skip
-            self._warden.watch(self._running[rank].pid)
+            self._orphan_guard.watch(self._running[rank].pid)
         finally:
             os.close(read_fd)
             os.close(error_fd)
@@ -176,14 +176,14 @@ class WorkerGroup:
         self.exits += [self._end(rank) for rank in self.running]
         for rank in list(self._lifelines):  # of a worker that could not be started
             self._close_pipes(rank)
-        parent_death.forget(self._warden.fd)
-        self._warden.close()
+        parent_death.forget(self._orphan_guard.fd)
+        self._orphan_guard.close()
 
     def _end(self, rank: int) -> Exit:
         """Reap a worker that has ended or is killed herewith, with what it left behind."""
         process = self._running.pop(rank)
         _kill_group(process.pid)
-        self._warden.dismiss(process.pid)
+        self._orphan_guard.dismiss(process.pid)
         code = process.wait()
         return Exit(rank, code, time.time(), self._close_pipes(rank))
 

@@ -14,7 +14,7 @@ KEEP = "keep_full_weight"
 
 
 @dataclass(frozen=True)
-class Unit:
+class FsdpUnit:
     """Modules whose parameters are gathered and reduced together."""
 
     modules: tuple[nn.Module, ...]
@@ -39,7 +39,7 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     return longest
 
 
-def sharding_units(model: nn.Module) -> list[Unit]:
+def sharding_units(model: nn.Module) -> list[FsdpUnit]:
     """The units of ``model`` in the order of its forward pass; what is in none belongs to the whole model's own.
 
     A plan names the input embeddings, the blocks, the last norm and the output head. The last two are one unit, for
@@ -52,7 +52,7 @@ def sharding_units(model: nn.Module) -> list[Unit]:
     matching = [modules[name] for pattern in plan if "*" in pattern for name in _matches(pattern, modules)]
     blocks = [module for module in matching if not is_removed(module)]
     if not blocks:
-        return [Unit((block,)) for block in decoder_blocks(model)]
+        return [FsdpUnit((block,)) for block in decoder_blocks(model)]
     tied = {id(module) for module in _tied_modules(model)}
     before, kept = [], []
     for name, style in planned.items():
@@ -62,9 +62,9 @@ def sharding_units(model: nn.Module) -> list[Unit]:
         if style == KEEP:
             kept.append(module)
         else:
-            before.append(Unit((module,), in_backward=not isinstance(module, nn.Embedding)))
-    units = [*before, *(Unit((block,)) for block in blocks)]
-    return [*units, Unit(tuple(kept), keep=True)] if kept else units
+            before.append(FsdpUnit((module,), in_backward=not isinstance(module, nn.Embedding)))
+    units = [*before, *(FsdpUnit((block,)) for block in blocks)]
+    return [*units, FsdpUnit(tuple(kept), keep=True)] if kept else units
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-Take = Callable[[str, Any], None]
+TakeTensor = Callable[[str, Any], None]
 """Takes what it needs of the parameter of a name: of a whole tensor, or of a file's slice that reads what is asked."""
 
 
@@ -63,7 +63,7 @@ class _Target:
 
     @torch.no_grad()
     def copy(self, stored: Any) -> None:
-        """Take this rank's parts of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
+        """TakeTensor this rank's parts of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
         local = local_tensor(self.parameter)
         for block, part in parts_held(self.parameter, self.layout):
             ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
@@ -100,7 +100,7 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
 
 def read_folder(
     source: ModelConfig, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]],
-    take: Take,
+    take: TakeTensor,
 ) -> None:
     """Show ``take`` every parameter of ``source`` in its folder, one after the other.
 
@@ -123,7 +123,7 @@ def read_folder(
 
 def read_tensors(
     twin: PreTrainedModel, held: Mapping[str, Callable[[], Any]], parameters: Mapping[str, torch.nn.Parameter],
-    shapes: Mapping[str, tuple[int, ...]], take: Take,
+    shapes: Mapping[str, tuple[int, ...]], take: TakeTensor,
 ) -> dict[str, set[str]]:
     """Show ``take`` every parameter that can be made of tensors under a folder's names, or the modules' own.
 
@@ -191,7 +191,7 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 def _convert(
     twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Callable[[], Any]],
-    shapes: Mapping[str, tuple[int, ...]], take: Take,
+    shapes: Mapping[str, tuple[int, ...]], take: TakeTensor,
 ) -> set[str]:
     """Show what transformers makes of several tensors, one parameter at a time; names of what came out."""
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -1,4 +1,4 @@
-"""The frame of every objective: a LightningModule whose batch is a step window and whose strategy runs the step."""
+"""The frame of every objective: a LightningModule whose batch is a step batch and whose strategy runs the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 
 
 @dataclass
@@ -40,11 +40,11 @@ class StepResult:
 class StepStrategy(Protocol):
     """What an objective asks of the strategy plugin."""
 
-    def run_step(self, window: StepWindow) -> StepResult:
+    def run_step(self, step_batch: StepBatch) -> StepResult:
         """Forward and backward of every micro-batch, reduction, norm, the finite check, and clipping."""
 
-    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
-        """This process's sum of losses over the window's micro-batches, a float64 scalar, without gradients."""
+    def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
+        """This process's sum of losses over the step batch's micro-batches, a float64 scalar, without gradients."""
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over the data-parallel processes."""
@@ -89,7 +89,7 @@ class Objective(pl.LightningModule, ABC):
         Its gradient may hold an additive auxiliary loss besides, which its value does not.
         """
 
-    def start_window(self, window: StepWindow) -> None:
+    def start_step(self, step_batch: StepBatch) -> None:
         """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""
 
     def empty_micro_batch(self, seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -101,17 +101,17 @@ class Objective(pl.LightningModule, ABC):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return cast(torch.optim.Optimizer, self._optimizer_factory(self.model))
 
-    def training_step(self, window: StepWindow, batch_idx: int) -> dict[str, Any]:
+    def training_step(self, step_batch: StepBatch, batch_idx: int) -> dict[str, Any]:
         """One optimizer step."""
         strategy = cast(StepStrategy, self.trainer.strategy)
-        self.start_window(window)
-        result = strategy.run_step(window)
+        self.start_step(step_batch)
+        result = strategy.run_step(step_batch)
         if self._optimizer is None:
             self._optimizer = self.optimizers()
         if result.abandoned:
             strategy.zero_gradients()
             return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
-        factor = self._learning_rate(window.step)
+        factor = self._learning_rate(step_batch.step)
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
         if result.skipped:
@@ -124,12 +124,12 @@ class Objective(pl.LightningModule, ABC):
     def on_validation_start(self) -> None:
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
-    def validation_step(self, window: StepWindow, batch_idx: int) -> None:
+    def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
         assert self._evaluated is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
-        self._evaluated[0] += strategy.run_evaluation(window)
-        # The count is the window's global one on every rank, so it is not summed over ranks.
-        self._evaluated[1] += window.normalizer
+        self._evaluated[0] += strategy.run_evaluation(step_batch)
+        # The count is the step batch's global one on every rank, so it is not summed over ranks.
+        self._evaluated[1] += step_batch.loss_denominator
 
     def on_validation_epoch_end(self) -> None:
         assert self._evaluated is not None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
@@ -80,9 +80,9 @@ class CausalLMObjective(Objective):
         chosen = config.objective
         return cls(model, optimizer_factory, learning_rate, chosen.loss_chunk_tokens, chosen.router_aux_loss)
 
-    def start_window(self, window: StepWindow) -> None:
+    def start_step(self, step_batch: StepBatch) -> None:
         if self.router_loss is not None:
-            self.router_loss.start_window(window.normalizer, window.num_samples)
+            self.router_loss.start_step(step_batch.loss_denominator, step_batch.num_samples)
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if self.router_loss is None or not torch.is_grad_enabled():

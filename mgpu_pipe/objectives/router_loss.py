@@ -1,7 +1,7 @@
 """The balance loss of a mixture of experts, additive: taken per sequence, averaged over the global batch.
 
 For one router and one sequence of the batch (a row of the micro-batch, packed or not) let T be its tokens that have a
-label, f[e] the slots of those tokens that were routed to expert e over T, and P[e] the mean over those tokens of the
+label, f[e] the assignments of those tokens that were routed to expert e over T, and P[e] the mean over those tokens of the
 router's softmax probability of e. The loss is E * sum_e f[e] * P[e] over the E experts; even routing gives ``top_k``,
 as transformers scales it, so a coefficient means what ``router_aux_loss_coef`` means there (Fedus et al. 2021, "Switch
 Transformers", arXiv:2101.03961, equations 4 to 6; Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 2.2).
@@ -83,10 +83,10 @@ class RouterLoss:
         self._sequence_group = sequence_group if sequence_group is not None and sequence_group.size() > 1 else None
         self._groups = (*several, *([self._sequence_group] if self._sequence_group is not None else []))
 
-    def start_window(self, normalizer: int, num_samples: int) -> None:
-        """Announce a step of ``num_samples`` sequences and ``normalizer`` tokens with a label, over all processes."""
+    def start_step(self, loss_denominator: int, num_samples: int) -> None:
+        """Announce a step of ``num_samples`` sequences and ``loss_denominator`` tokens with a label, over all processes."""
         self._per_sequence = self.coefficient / num_samples
-        self._seed = self._per_sequence * normalizer
+        self._seed = self._per_sequence * loss_denominator
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -121,8 +121,8 @@ class RouterLoss:
     def added(self, loss_sum: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """``loss_sum`` with its value, and with the gradient of the balance loss besides.
 
-        The strategy seeds the backward pass with ``scale / normalizer``; with the factor that is put in here the
-        gradients are those of ``scale * (loss_sum / normalizer + coefficient * sequence_sum / num_samples)``.
+        The strategy seeds the backward pass with ``scale / loss_denominator``; with the factor that is put in here the
+        gradients are those of ``scale * (loss_sum / loss_denominator + coefficient * sequence_sum / num_samples)``.
         """
         if self._seed is None:
             raise RuntimeError("start_window comes before the first micro-batch")
@@ -159,24 +159,24 @@ class RouterLoss:
 
 
 def _statistics(routed: _Routed, valid: torch.Tensor) -> torch.Tensor:
-    """Sums over each sequence's tokens, (rows, 2 * experts + 1): probabilities, routed slots, and the tokens."""
+    """Sums over each sequence's tokens, (rows, 2 * experts + 1): probabilities, routed assignments, and the tokens."""
     (rows, length), num_experts = valid.shape, routed.logits.shape[-1]
     logits = routed.logits.view(rows, length, num_experts)
     counts = valid.unsqueeze(-1).to(torch.float32)
     probabilities = (torch.softmax(logits, -1, dtype=torch.float32) * counts).sum(1)
     # Flat, for a scattered sum in two dims has no deterministic form on CUDA.
     at = routed.chosen.view(rows, -1) + num_experts * torch.arange(rows, device=logits.device).unsqueeze(1)
-    slots = torch.zeros(rows * num_experts, device=logits.device)
-    slots.scatter_add_(0, at.flatten(), counts.expand(rows, length, routed.chosen.shape[-1]).flatten())
-    return torch.cat([probabilities, slots.view(rows, -1), counts.sum(1)], dim=1)
+    assignments = torch.zeros(rows * num_experts, device=logits.device)
+    assignments.scatter_add_(0, at.flatten(), counts.expand(rows, length, routed.chosen.shape[-1]).flatten())
+    return torch.cat([probabilities, assignments.view(rows, -1), counts.sum(1)], dim=1)
 
 
 def _balance_losses(statistics: torch.Tensor) -> torch.Tensor:
     """Each sequence's loss, (rows,), from :func:`_statistics` over all of its tokens."""
     num_experts = statistics.shape[1] // 2
-    probabilities, slots, tokens = statistics.split([num_experts, num_experts, 1], dim=1)
+    probabilities, assignments, tokens = statistics.split([num_experts, num_experts, 1], dim=1)
     tokens = tokens.clamp_min(1.0)
-    return num_experts * (slots / tokens * (probabilities / tokens)).sum(1)
+    return num_experts * (assignments / tokens * (probabilities / tokens)).sum(1)
 
 
 def sum_router_statistics(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

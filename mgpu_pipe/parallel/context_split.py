@@ -65,7 +65,7 @@ def split_micro_batch(
 
     Args:
         micro_batch: tensors of shape (rows, seq_len, ...), which are cut, and others, which stay; see
-            :class:`~mgpu_pipe.data.step_batch.StepWindow`. A length that does not divide is padded with tokens that
+            :class:`~mgpu_pipe.data.step_batch.StepBatch`. A length that does not divide is padded with tokens that
             count nothing.
         size: ranks that share the sequence.
         rank: of this process among them.

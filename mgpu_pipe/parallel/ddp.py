@@ -3,7 +3,7 @@
 Buckets are fixed by the order of the parameters alone and launched in that order, so a topology always reduces
 the same way: a resumed run repeats the uninterrupted one bit for bit. (torch's DistributedDataParallel rebuilds its
 buckets after the first iteration, which changes the last bits of the second.) Gradients live in the buckets, so
-nothing is copied, and a window of several micro-batches is reduced once, during the last backward pass
+nothing is copied, and a step batch of several micro-batches is reduced once, during the last backward pass
 (Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704, for buckets and overlap).
 """
 
@@ -35,11 +35,11 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Sums the gradients of ``parameters`` over ``group`` once a step window.
+    """Sums the gradients of ``parameters`` over ``group`` once a step batch.
 
     Use::
 
-        reducer.start(last=...)   # before each backward pass; last=True in the window's last
+        reducer.start(last=...)   # before each backward pass; last=True in the step batch's last
         loss.backward()
         used = reducer.finish()   # after the last: waits, returns which parameters got a gradient here
 
@@ -73,7 +73,7 @@ class GradientReducer:
         self._used = [False] * len(self._parameters)
 
     def start(self, last: bool) -> None:
-        """Announce a backward pass; ``last`` is the window's last one, in which buckets are reduced."""
+        """Announce a backward pass; ``last`` is the step batch's last one, in which buckets are reduced."""
         self._last = last
         self._next = 0
         for bucket in self._buckets:

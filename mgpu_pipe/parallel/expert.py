@@ -107,7 +107,7 @@ def is_first_forward() -> bool:
 
 
 def computed_rows(module: nn.Module) -> int | None:
-    """The slots that a cut experts module computed in training so far; None where its experts are whole."""
+    """The assignments that a cut experts module computed in training so far; None where its experts are whole."""
     return module.__dict__.get(COMPUTED)
 
 
@@ -130,8 +130,8 @@ def _dispatching(
         if is_first_forward():
             module.__dict__[COMPUTED] += sum(exchange.received)
         outputs = _run_local(local_forward, to_experts(hidden_states, exchange), exchange.experts)
-        slots = from_experts(outputs, exchange).view(*top_k_index.shape, hidden_states.shape[1])
-        combined = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        assignments = from_experts(outputs, exchange).view(*top_k_index.shape, hidden_states.shape[1])
+        combined = (assignments * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
         return gathered_slices(combined, rows, sliced) if sliced is not None else combined
 
     # Splits are known when it runs only, so there is nothing to trace.

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Exchange:
-    """Where each of this rank's slots goes; a slot is one of the ``top_k`` experts of one token.
+    """Where each of this rank's assignments goes; an assignment is one of the ``top_k`` experts of one token.
 
     Attributes:
         group: the ranks that hold the experts, each a contiguous range of the same length.
         top_k: experts of a token.
-        order: shape (slots,); the slots ordered by expert, and within an expert by token.
-        place: shape (slots,); where a slot stands in ``order``.
+        order: shape (assignments,); the assignments ordered by expert, and within an expert by token.
+        place: shape (assignments,); where an assignment stands in ``order``.
         sent, received: rows to and from each rank of the group.
         experts: shape (rows received,); the number among this rank's own experts that each row is for.
     """
@@ -44,14 +44,14 @@ class Exchange:
         Args:
             chosen: shape (tokens, top_k); the expert of every slot, of all ``num_experts``.
         """
-        slots, size = chosen.reshape(-1), group.size()
-        order = torch.argsort(slots, stable=True)
+        assignments, size = chosen.reshape(-1), group.size()
+        order = torch.argsort(assignments, stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.zeros(num_experts, dtype=torch.int64, device=slots.device)
-        counts.scatter_add_(0, slots, torch.ones_like(slots))
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=assignments.device)
+        counts.scatter_add_(0, assignments, torch.ones_like(assignments))
         incoming = exchange_counts(counts, group).view(size, -1)
         sent, received = torch.stack([counts.view(size, -1).sum(1), incoming.sum(1)]).tolist()
-        own = torch.arange(num_experts // size, device=slots.device).repeat(size)
+        own = torch.arange(num_experts // size, device=assignments.device).repeat(size)
         experts = torch.repeat_interleave(own, incoming.reshape(-1), output_size=sum(received))
         return cls(group, chosen.shape[1], order, place, sent, received, experts)
 
@@ -116,9 +116,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         exchange: Exchange = ctx.exchange
-        slots = return_token_gradients(gradient, exchange).index_select(0, exchange.place)
+        assignments = return_token_gradients(gradient, exchange).index_select(0, exchange.place)
         # Summed slot by slot: an indexed accumulation is not deterministic on CUDA.
-        return slots.view(ctx.shape[0], exchange.top_k, *ctx.shape[1:]).sum(1), None
+        return assignments.view(ctx.shape[0], exchange.top_k, *ctx.shape[1:]).sum(1), None
 
 
 class _Return(torch.autograd.Function):
@@ -140,7 +140,7 @@ def to_experts(tokens: torch.Tensor, exchange: Exchange) -> torch.Tensor:
 
 
 def from_experts(outputs: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """The experts' outputs for this rank's slots, (tokens * top_k, width), from ``outputs`` in the order of
+    """The experts' outputs for this rank's assignments, (tokens * top_k, width), from ``outputs`` in the order of
     :func:`to_experts`. A collective call, also in the backward pass."""
     result: torch.Tensor = _Return.apply(outputs, exchange)  # type: ignore[no-untyped-call]
     return result

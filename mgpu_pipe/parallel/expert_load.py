@@ -17,23 +17,23 @@ class Load:
     """Of the training steps since the last one was taken.
 
     Attributes:
-        slots: by layer, the slots (a token counts once for each of its ``top_k`` experts) routed to each expert.
-        dropped: slots that no expert computed. There is no capacity limit, so it is 0.
+        assignments: by layer, the assignments (a token counts once for each of its ``top_k`` experts) routed to each expert.
+        dropped: assignments that no expert computed. There is no capacity limit, so it is 0.
     """
 
-    slots: list[list[int]]
+    assignments: list[list[int]]
     dropped: int
 
     @property
     def max_over_mean(self) -> float:
-        """The busiest expert's slots over the mean of its layer, in the least even layer; 1 is even, 0 is no token."""
-        return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in self.slots), default=0.0)
+        """The busiest expert's assignments over the mean of its layer, in the least even layer; 1 is even, 0 is no token."""
+        return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in self.assignments), default=0.0)
 
     @property
     def by_expert(self) -> list[int]:
-        """The slots of each expert, over the layers."""
-        number = max(map(len, self.slots), default=0)
-        return [sum(layer[expert] for layer in self.slots if expert < len(layer)) for expert in range(number)]
+        """The assignments of each expert, over the layers."""
+        number = max(map(len, self.assignments), default=0)
+        return [sum(layer[expert] for layer in self.assignments if expert < len(layer)) for expert in range(number)]
 
 
 class ExpertLoad:
@@ -89,8 +89,8 @@ class ExpertLoad:
         for counts in self._counts:
             if counts is not None:
                 counts.zero_()
-        slots = [[count // copies for count in layer] for layer in layers]
-        return Load(slots, sum(map(sum, slots)) - last[0] // copies)
+        assignments = [[count // copies for count in layer] for layer in layers]
+        return Load(assignments, sum(map(sum, assignments)) - last[0] // copies)
 
     def _newly_computed(self, routed: torch.Tensor, copies: int) -> torch.Tensor:
         """Slots that this rank's experts computed, times ``copies``; of experts that are whole all that were routed."""

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 )  # fmt: skip
 from torch.distributed.tensor import DTensor
 
-from mgpu_pipe.models.plans import Unit, sharding_units
+from mgpu_pipe.models.plans import FsdpUnit, sharding_units
 
 COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": None, "fp8": torch.bfloat16}
 """What parameters are cast to for compute; None computes in their own type."""
@@ -63,7 +63,7 @@ def apply_fully_shard(
     for module in experts:
         fully_shard(
             module, mesh=expert_mesh, mp_policy=uncast, offload_policy=offload,
-            reshard_after_forward=_reshard(Unit((module,)), options, True),
+            reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
         )  # fmt: skip
     units = sharding_units(model)
     for unit in units:
@@ -92,20 +92,20 @@ def apply_fully_shard(
     return root
 
 
-def _reshard(unit: Unit, options: ShardingOptions, shards: bool) -> bool:
+def _reshard(unit: FsdpUnit, options: ShardingOptions, shards: bool) -> bool:
     # With nothing to shard, keeping the compute copy until the step's end saves a cast a forward pass.
     if not shards:
         return False
     return not unit.keep if options.reshard_after_forward == "auto" else options.reshard_after_forward
 
 
-def _sharded(unit: Unit) -> FSDPModule:
+def _sharded(unit: FsdpUnit) -> FSDPModule:
     module = unit.modules[0]
     assert isinstance(module, FSDPModule)
     return module
 
 
-def _prefetch_forward(units: Sequence[Unit], ahead: int) -> None:
+def _prefetch_forward(units: Sequence[FsdpUnit], ahead: int) -> None:
     for index, unit in enumerate(units):
         following = [_sharded(other) for other in units[index + 1 : index + 1 + ahead]]
         if following:
@@ -113,7 +113,7 @@ def _prefetch_forward(units: Sequence[Unit], ahead: int) -> None:
 
 
 def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
-    """Reduce over replicas in the window's last backward pass only; over shards in every one (or when it is free).
+    """Reduce over replicas in the step batch's last backward pass only; over shards in every one (or when it is free).
 
     Over shards, because whole gradients of all parameters would have to be kept otherwise; what is reduced over
     shards is summed up in fp32 until the last pass reduces the sum over replicas. ``set_is_last_backward`` stays as it

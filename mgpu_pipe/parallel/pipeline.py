@@ -1,6 +1,6 @@
-"""Pipeline parallelism: step windows, evaluation and sampling over the stages of a cut model.
+"""Pipeline parallelism: step batchs, evaluation and sampling over the stages of a cut model.
 
-Training runs torch's schedules (:mod:`parallel.pipeline_schedule`), whose micro-batches are those of the step window.
+Training runs torch's schedules (:mod:`parallel.pipeline_schedule`), whose micro-batches are those of the step batch.
 Forward passes alone go slot by slot (:func:`parallel.pipeline_timing.forward_slots`): ranks work on different
 micro-batches, and what a slot made is handed over before the next one, all messages of a slot in one batch, so no
 order of stages can wait for itself. Such micro-batches may be ragged, and of any number.
@@ -93,7 +93,7 @@ class Pipeline:
     ) -> None:  # fmt: skip
         self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
         self.stages: list[ScheduledStage] = []
-        """Those of the last step window."""
+        """Those of the last step batch."""
         self._device, self._loss_of, self._dtype = device, loss_of, dtype
         self._model = views[0].model
         self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
@@ -110,19 +110,19 @@ class Pipeline:
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def run_window(
-        self, micro_batches: Sequence[MicroBatch], normalizer: float, loss_scale: float = 1.0
+    def run_step_batch(
+        self, micro_batches: Sequence[MicroBatch], loss_denominator: float, loss_scale: float = 1.0
     ) -> torch.Tensor:
-        """Forward and backward of a step window; gradients are added to what the parameters hold.
+        """Forward and backward of a step batch; gradients are added to what the parameters hold.
 
         Args:
             micro_batches: equal in shape, and the same on every rank of the pipeline.
-            normalizer: what the sum of losses is divided by; ``loss_scale`` multiplies it in the backward pass only.
+            loss denominator: what the sum of losses is divided by; ``loss_scale`` multiplies it in the backward pass only.
 
         Returns:
             The sum of losses on the rank of the last stage, a float64 scalar; zero on the others.
         """
-        self._seed, self._loss_scale = loss_scale / normalizer, loss_scale
+        self._seed, self._loss_scale = loss_scale / loss_denominator, loss_scale
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._find_sharded()
         count = len(micro_batches)
@@ -133,7 +133,7 @@ class Pipeline:
         return self._loss_sum
 
     def reduce_tied_gradients(self) -> None:
-        """Sum the gradients of embeddings tied across ranks; once a window, after all other reductions."""
+        """Sum the gradients of embeddings tied across ranks; once a step batch, after all other reductions."""
         reduce_tied_gradients(self._model, self.group, self.plan.ranks_of_stages[0], self.plan.last_rank)
 
     def _schedule(self, count: int, boundary: tuple[int, ...]) -> tuple[object, list[ScheduledStage]]:
@@ -170,7 +170,7 @@ class Pipeline:
         return output
 
     def activation_bytes(self) -> int | None:
-        """What the stages of this rank kept for their backward passes in the last window, at most; None if unknown.
+        """What the stages of this rank kept for their backward passes in the last step batch, at most; None if unknown.
 
         What a stage's first forward pass left, for as many micro-batches as it has held at once.
         """

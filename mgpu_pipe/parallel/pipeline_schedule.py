@@ -3,7 +3,7 @@
 What is added to torch's stage: the loss is computed inside the last stage (its output is the micro-batch's sum of
 losses), shapes are known beforehand, so that nothing is sent to find them out (torch would send pickled objects), and
 buffers for what is received exist only between their receive and their last use: torch keeps one for every micro-batch
-of the window, which would undo what 1F1B saves.
+of the step batch, which would undo what 1F1B saves.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ScheduledStage(PipelineStage):
     ) -> None:  # fmt: skip
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            loss.detach_()  # the schedule keeps it, and with it its graph, to the window's end
+            loss.detach_()  # the schedule keeps it, and with it its graph, to the step batch's end
         for info in self.grad_recv_info.get(bwd_chunk_id, ()):
             info.buffer = None
 

@@ -79,7 +79,7 @@ def micro_batches_fit(schedule: str, ranks: int, micro_batches: int) -> bool:
 
 
 def streams(schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto") -> list[Stream]:
-    """Every rank's stream for one step window.
+    """Every rank's stream for one step batch.
 
     Raises:
         ValueError: a number of micro-batches that the schedule does not take.

@@ -14,7 +14,7 @@ from mgpu_pipe.parallel.pipeline_stages import tied_parameter
 def reduce_tied_gradients(model: nn.Module, group: dist.ProcessGroup, first_rank: int, last_rank: int) -> None:
     """Give both copies of a tied weight the sum of their gradients; a collective call of the two ranks that have one.
 
-    To be called once a window, after the gradients were reduced over the data-parallel ranks and before norm and
+    To be called once a step batch, after the gradients were reduced over the data-parallel ranks and before norm and
     clipping; other ranks return at once. Both ranks add the same two numbers, so the sums, and with them the weights
     after the optimizer's step, are equal to the bit. Shards of FSDP2 line up, for both ranks cut the same shape over
     meshes of the same sizes.

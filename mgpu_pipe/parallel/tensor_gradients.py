@@ -1,7 +1,7 @@
 """Gradients of parameters that several tensor-parallel ranks hold, where each rank has a part of the sum only.
 
 Norms under sequence parallelism see a part of the sequence on each rank; norms of heads see this rank's heads; a
-key-value head that several ranks hold serves this rank's queries. Each is summed once a step window, not once a
+key-value head that several ranks hold serves this rank's queries. Each is summed once a step batch, not once a
 micro-batch.
 """
 
@@ -36,7 +36,7 @@ def partial_gradients(model: nn.Module) -> Mapping[str, Sharers]:
 def reduce_replicated_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Sum those gradients over the ranks that hold the parameter, in place. A collective call.
 
-    To be called after a window's last backward pass and its reduction over the data-parallel ranks, before the norm.
+    To be called after a step batch's last backward pass and its reduction over the data-parallel ranks, before the norm.
     Names are those of ``model.named_parameters()``, plain or sharded by FSDP2 since: of a ``DTensor`` the local parts
     are summed, which all ranks of ``group`` cut alike.
     """

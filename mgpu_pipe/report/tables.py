@@ -131,7 +131,7 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
         console.print(f"* lowest {by}")
     console.print()
     for position, view in enumerate(views, 1):
-        print_whole(console, f"{position:>{len(str(len(views)))}}  {near(view.paths.root)}")
+        print_whole(console, f"{position:>{len(str(len(views)))}}  {relative_to_cwd(view.paths.root)}")
 
 
 def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
@@ -254,7 +254,7 @@ def print_whole(console: Console, line: str) -> None:
     console.print(Text(printable(line)), soft_wrap=True)
 
 
-def near(folder: Path) -> Path:
+def relative_to_cwd(folder: Path) -> Path:
     try:
         here = Path.cwd()
     except OSError:  # it was deleted meanwhile

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mgpu_pipe.config.freeze import load_foreign
+from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.mathematics import Difference, Kind, differences, kind_of
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, NotPlainError, read_bytes
@@ -60,7 +60,7 @@ def _differences(config: RunConfig, run: Path) -> list[Difference]:
     """What of the mathematics differs between ``config`` and any attempt of ``run``; an unreadable one does."""
     for path in (RunPaths(run).config, *(path for _, path in attempts(run))):
         try:
-            found = differences(config, load_foreign(path)[0])
+            found = differences(config, load_untrusted(path)[0])
         except BadInputError:
             return [("config.yaml", "readable", "not readable")]
         if found:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.config.freeze import freeze, load_foreign, remember
+from mgpu_pipe.config.freeze import freeze, load_untrusted, remember
 from mgpu_pipe.config.mathematics import mathematics_hash
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -171,7 +171,7 @@ def completed(folder: RunFolder, config: RunConfig) -> bool:
     if config.trainer.max_steps is not None:
         reached = summary.get("max_steps", summary.get("step"))  # a callback may have ended it before its limit
         return isinstance(reached, int) and config.trainer.max_steps <= reached
-    before = load_foreign(folder.paths.config)[0].trainer
+    before = load_untrusted(folder.paths.config)[0].trainer
     return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
 

@@ -13,9 +13,9 @@ from pytorch_lightning.strategies import ParallelStrategy
 from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import create_optimizer_state
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims
@@ -26,18 +26,18 @@ StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class NonFiniteStep(Exception):
-    """The loss or the gradient norm of a step is not finite; carries what, and the step's window."""
+    """The loss or the gradient norm of a step is not finite; carries what, and the step's step batch."""
 
-    def __init__(self, what: str, window: StepWindow) -> None:
-        super().__init__(f"{what} at step {window.step + 1}")
-        self.what, self.window = what, window
+    def __init__(self, what: str, step_batch: StepBatch) -> None:
+        super().__init__(f"{what} at step {step_batch.step + 1}")
+        self.what, self.step_batch = what, step_batch
 
 
 class EngineStrategy(ParallelStrategy):
     """Base of the strategies that run whole optimizer steps; the process group exists already when one is made.
 
     A subclass splits the model (:meth:`parallelise`), runs steps and evaluation, and shows its part of the state as
-    pieces in the coordinates of the unsharded model.
+    local shards in the coordinates of the unsharded model.
 
     Args:
         dims: the sizes of every axis.
@@ -88,7 +88,7 @@ class EngineStrategy(ParallelStrategy):
         """Split ``model`` over the processes and fill its parameters. A collective call."""
 
     @abstractmethod
-    def run_step(self, window: StepWindow) -> StepResult:
+    def run_step(self, step_batch: StepBatch) -> StepResult:
         """Forward and backward of all micro-batches, reduction, norm, finite check and clipping (not the update).
 
         Raises:
@@ -96,8 +96,8 @@ class EngineStrategy(ParallelStrategy):
         """
 
     @abstractmethod
-    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
-        """This process's sum of losses over the window's micro-batches, a float64 scalar, without gradients."""
+    def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
+        """This process's sum of losses over the step batch's micro-batches, a float64 scalar, without gradients."""
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -111,15 +111,15 @@ class EngineStrategy(ParallelStrategy):
         return values
 
     @abstractmethod
-    def model_pieces(self) -> list[Piece]:
+    def model_shards(self) -> list[LocalShard]:
         """This rank's parts of the (master) weights, as live tensors."""
 
     @abstractmethod
-    def optimizer_pieces(self) -> list[Piece]:
+    def optimizer_shards(self) -> list[LocalShard]:
         """This rank's parts of the optimizer state, as live tensors."""
 
     @abstractmethod
-    def gradient_pieces(self) -> list[Piece]:
+    def gradient_shards(self) -> list[LocalShard]:
         """This rank's parts of the gradients, as live tensors."""
 
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
@@ -152,8 +152,8 @@ class EngineStrategy(ParallelStrategy):
         """Bytes this rank keeps, by what they are for; parts that are not known are left out."""
         return {}
 
-    def pieces_written(self) -> None:
-        """To be called once pieces were written into: brings copies of them up to date. A collective call."""
+    def shards_written(self) -> None:
+        """To be called once local shards were written into: brings copies of them up to date. A collective call."""
 
     @property
     def evaluation_follows(self) -> bool:
@@ -177,7 +177,7 @@ class EngineStrategy(ParallelStrategy):
         """Parameters are created where they belong."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if isinstance(batch, StepWindow) and self._device.type != "cpu":
+        if isinstance(batch, StepBatch) and self._device.type != "cpu":
             batch.micro_batches = [
                 {name: value.to(self._device, non_blocking=True) for name, value in micro_batch.items()}
                 for micro_batch in batch.micro_batches
@@ -216,8 +216,8 @@ class EngineStrategy(ParallelStrategy):
         self.accelerator.teardown()
 
 
-def check_finite(loss: float, gradient_norm: float, window: StepWindow) -> None:
+def check_finite(loss: float, gradient_norm: float, step_batch: StepBatch) -> None:
     """Raise :class:`NonFiniteStep` unless both numbers, which are the same on every rank, are finite."""
     for value, what in ((loss, "the loss"), (gradient_norm, "the gradient norm")):
         if value - value != 0.0:
-            raise NonFiniteStep(what, window)
+            raise NonFiniteStep(what, step_batch)

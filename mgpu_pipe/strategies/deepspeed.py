@@ -17,10 +17,10 @@ from torch import nn
 from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import take_numbers
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.step_batch import StepWindow, without_labels
+from mgpu_pipe.data.step_batch import StepBatch, without_labels
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -50,7 +50,7 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class DeepSpeedStrategy(EngineStrategy):
     """Runs whole optimizer steps through DeepSpeed's engine.
 
-    ZeRO-1 reduces gradients once a step window, ZeRO-2 and 3 in every micro-batch. The norm, the finite check and
+    ZeRO-1 reduces gradients once a step batch, ZeRO-2 and 3 in every micro-batch. The norm, the finite check and
     clipping are this project's, between the last backward pass and the update.
 
     Args:
@@ -229,27 +229,27 @@ class DeepSpeedStrategy(EngineStrategy):
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def run_step(self, window: StepWindow) -> StepResult:
-        engine, self._like = self.engine, window.micro_batches[0]
+    def run_step(self, step_batch: StepBatch) -> StepResult:
+        engine, self._like = self.engine, step_batch.micro_batches[0]
         if self._dropout_seed is not None:
-            torch.manual_seed(step_seed(self._dropout_seed, window.step, self.global_rank))
+            torch.manual_seed(step_seed(self._dropout_seed, step_batch.step, self.global_rank))
         self.state.clear_gradients()
         self._stop.begin()
         self._used = dict.fromkeys(self._used, 0.0)
         # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
-        scale = self.dims.data_parallel_size / window.normalizer
+        scale = self.dims.data_parallel_size / step_batch.loss_denominator
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        for index, micro_batch in enumerate(window.micro_batches):
-            if self._stop.leaves(index, len(window.micro_batches)):
+        for index, micro_batch in enumerate(step_batch.micro_batches):
+            if self._stop.leaves(index, len(step_batch.micro_batches)):
                 return StepResult.left()
-            engine.set_gradient_accumulation_boundary(index == len(window.micro_batches) - 1)
+            engine.set_gradient_accumulation_boundary(index == len(step_batch.micro_batches) - 1)
             loss = self._forward(micro_batch)
             engine.backward(loss.float() * scale, scale_wrt_gas=False)
             loss_sum += loss.detach()
-            if index == len(window.micro_batches) - 1:
+            if index == len(step_batch.micro_batches) - 1:
                 self.state.gradients_reduced()
-            self._note_gradients(window)
-        return self._finish_step(window, loss_sum)
+            self._note_gradients(step_batch)
+        return self._finish_step(step_batch, loss_sum)
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The micro-batch's loss; the first one's activations are measured."""
@@ -260,15 +260,15 @@ class DeepSpeedStrategy(EngineStrategy):
         self._memory["activations"] = max(0, meter.left_bytes())
         return loss
 
-    def _note_gradients(self, window: StepWindow) -> None:
-        """The most that is held between the passes of the first window: ZeRO-1 keeps whole gradients till the last."""
+    def _note_gradients(self, step_batch: StepBatch) -> None:
+        """The most that is held between the passes of the first step batch: ZeRO-1 keeps whole gradients till the last."""
         if self._first_step is None:
-            self._first_step = window.step
-        if window.step == self._first_step:
+            self._first_step = step_batch.step
+        if step_batch.step == self._first_step:
             held = storage_bytes(self.state.held_gradients(), self._device.type)
             self._memory["gradients"] = max(self._memory.get("gradients", 0), held)
 
-    def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
+    def _finish_step(self, step_batch: StepBatch, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]
         if gradients and gradients[0].device != self._device and self._device.type == "cuda":
             # ZeRO-1 and 2 copy offloaded gradients to pinned memory without waiting, and the norm is of the host's.
@@ -277,11 +277,11 @@ class DeepSpeedStrategy(EngineStrategy):
         # One small all-reduce tells every rank the loss, the norm, what all were told, and which gradients exist.
         told = torch.tensor([*self._stop.told(), *self._used.values()], dtype=torch.float64, device=self._device)
         facts = self.sum_over_data(torch.cat([loss_sum.reshape(1), squares.reshape(1), told])).tolist()
-        loss, norm, stopping = facts[0] / window.normalizer, facts[1] ** 0.5, self._stop.heard(*facts[2:4])
+        loss, norm, stopping = facts[0] / step_batch.loss_denominator, facts[1] ** 0.5, self._stop.heard(*facts[2:4])
         self._unused = [name for name, used in zip(self._used, facts[4:], strict=True) if not used]
         if stopping and self.evaluation_follows:
             return StepResult.left()
-        check_finite(loss, norm, window)
+        check_finite(loss, norm, step_batch)
         if self._max_norm is not None and norm + CLIP_EPSILON > self._max_norm:
             self.state.clip(self._max_norm / (norm + CLIP_EPSILON))
         return StepResult(loss, norm, stopping)
@@ -299,9 +299,9 @@ class DeepSpeedStrategy(EngineStrategy):
         """DeepSpeed has cleared them with the update."""
 
     @torch.no_grad()
-    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
+    def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for micro_batch in self._padded(window.micro_batches):
+        for micro_batch in self._padded(step_batch.micro_batches):
             total += self.engine(micro_batch)
         return total
 
@@ -327,19 +327,19 @@ class DeepSpeedStrategy(EngineStrategy):
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def model_pieces(self) -> list[Piece]:
-        return [*self.state.master_pieces(), *self.frozen.pieces()]
+    def model_shards(self) -> list[LocalShard]:
+        return [*self.state.master_shards(), *self.frozen.shards()]
 
-    def optimizer_pieces(self) -> list[Piece]:
-        return self.state.optimizer_pieces()
+    def optimizer_shards(self) -> list[LocalShard]:
+        return self.state.optimizer_shards()
 
-    def gradient_pieces(self) -> list[Piece]:
-        return self.state.gradient_pieces(self._unused)
+    def gradient_shards(self) -> list[LocalShard]:
+        return self.state.gradient_shards(self._unused)
 
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
         self.state.create_optimizer_state(stored, weights)
 
-    def pieces_written(self) -> None:
+    def shards_written(self) -> None:
         take_numbers(self.state.optimizer)
         self.state.weights_written()
         self.frozen.written()
@@ -347,7 +347,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps on its device of weights, gradients and optimizer state, and of activations.
 
-        Weights count with their fp32 masters; gradients are the most that the first window's backward passes left
+        Weights count with their fp32 masters; gradients are the most that the first step batch's backward passes left
         behind; activations what the first forward pass left. What is offloaded is not counted.
         """
         kind = self._device.type

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.adapters import gradient_pieces, model_pieces, optimizer_pieces, take_numbers
+from mgpu_pipe.checkpoint.adapters import gradient_shards, model_shards, optimizer_shards, take_numbers
 from mgpu_pipe.checkpoint.exchange import exchange_json
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.parallel.fsdp import ShardingOptions
@@ -30,8 +30,8 @@ from mgpu_pipe.parallel.pipeline_balance import layer_costs
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.parallel.whole_matrices import WholeMatrices
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, NonFiniteStep, check_finite
-from mgpu_pipe.strategies.mesh_split import MicroBatch, SplitModel, SplitOptions
 from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
+from mgpu_pipe.strategies.parallel_model import MicroBatch, ParallelModel, ParallelOptions
 from mgpu_pipe.topology import ParallelDims
 
 __all__ = ["MeshStrategy", "NonFiniteStep"]
@@ -59,7 +59,7 @@ class MeshStrategy(EngineStrategy):
         self,
         dims: ParallelDims,
         device: torch.device,
-        options: SplitOptions | None = None,
+        options: ParallelOptions | None = None,
         *,
         max_norm: float | None = None,
         materialise: Materialise | None = None,
@@ -67,12 +67,12 @@ class MeshStrategy(EngineStrategy):
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(dims, device)
-        self._options = options or SplitOptions()
+        self._options = options or ParallelOptions()
         self._max_norm = max_norm
         self._materialise = materialise
         self._dropout_seed = dropout_seed
         self._stop = MicroBatchStop(stop_requested)
-        self._split: SplitModel | None = None
+        self._split: ParallelModel | None = None
         self._memory: dict[str, int] = {}
         self._loss_scale = LossScale() if self._options.precision == "fp16" else None
 
@@ -124,45 +124,45 @@ class MeshStrategy(EngineStrategy):
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
         assert model is self.objective.model
-        self._split = SplitModel(self.objective, self.dims, self._device, self._options, self._materialise)
+        self._split = ParallelModel(self.objective, self.dims, self._device, self._options, self._materialise)
 
     @property
-    def split(self) -> SplitModel:
+    def split(self) -> ParallelModel:
         assert self._split is not None, "the model is split once training is set up"
         return self._split
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def run_step(self, window: StepWindow) -> StepResult:
+    def run_step(self, step_batch: StepBatch) -> StepResult:
         """Forward and backward of all micro-batches, reduction, norm, finite check and clipping (not the update).
 
         Raises:
             NonFiniteStep: on every rank alike, before the update.
         """
         if self._dropout_seed is not None:
-            self._seed(self._dropout_seed, window.step)
+            self._seed(self._dropout_seed, step_batch.step)
         split = self.split
         split.facts.begin()
         self._stop.begin()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         # All at once: context parallelism reads positions on the host, where later ones would wait for the device.
-        parts = [split.part_of(micro_batch) for micro_batch in window.micro_batches]
+        parts = [split.part_of(micro_batch) for micro_batch in step_batch.micro_batches]
         if split.pipeline is not None:
             # Its micro-batches are under way together: a step is taken to its end.
-            loss_sum = split.pipeline.run_window(parts, window.normalizer, scale)
+            loss_sum = split.pipeline.run_step_batch(parts, step_batch.loss_denominator, scale)
             activations = split.pipeline.activation_bytes()
             if activations is not None:
                 self._memory["activations"] = activations
-            return self._finish_step(window, loss_sum)
+            return self._finish_step(step_batch, loss_sum)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             if self._stop.leaves(index, len(parts)):
                 return StepResult.left()
             split.begin_backward(last=index == len(parts) - 1)
             loss = self._forward(part)
-            loss.backward(torch.full_like(loss, scale / window.normalizer))
+            loss.backward(torch.full_like(loss, scale / step_batch.loss_denominator))
             loss_sum += loss.detach()
-        return self._finish_step(window, loss_sum)
+        return self._finish_step(step_batch, loss_sum)
 
     def _seed(self, seed: int, step: int) -> None:
         shared, own = (step_seed(seed, step, at) for at in (
@@ -183,9 +183,9 @@ class MeshStrategy(EngineStrategy):
         self._memory["activations"] = max(0, meter.left_bytes() - gathered)
         return loss
 
-    def _finish_step(self, window: StepWindow, loss_sum: torch.Tensor) -> StepResult:
+    def _finish_step(self, step_batch: StepBatch, loss_sum: torch.Tensor) -> StepResult:
         parameters = self.split.parameters
-        loss, norm, heard = self.split.end_window(loss_sum, self._stop.told(), window)
+        loss, norm, heard = self.split.end_step(loss_sum, self._stop.told(), step_batch)
         stop = self._stop.heard(*heard)
         if stop and self.evaluation_follows:
             return StepResult.left()
@@ -193,17 +193,17 @@ class MeshStrategy(EngineStrategy):
             self._memory["gradients"] = storage_bytes(
                 (p.grad for p in parameters if p.grad is not None), self._device.type
             )
-        check_finite(loss, 0.0, window)
+        check_finite(loss, 0.0, step_batch)
         if self._loss_scale is not None:
             norm /= self._loss_scale.value
-            if not self._unscale(window, norm - norm == 0.0):
+            if not self._unscale(step_batch, norm - norm == 0.0):
                 return StepResult(loss, norm, stop, skipped=True)
-        check_finite(loss, norm, window)
+        check_finite(loss, norm, step_batch)
         if self._max_norm is not None:
             clip_gradients(parameters, norm, self._max_norm)
         return StepResult(loss, norm, stop)
 
-    def _unscale(self, window: StepWindow, finite: bool) -> bool:
+    def _unscale(self, step_batch: StepBatch, finite: bool) -> bool:
         """Take the loss scale out of the gradients and adapt it; whether there is to be an update."""
         assert self._loss_scale is not None
         if finite:
@@ -211,7 +211,7 @@ class MeshStrategy(EngineStrategy):
         try:
             self._loss_scale.update(finite)
         except OverflowError:
-            raise NonFiniteStep("the gradient norm", window) from None
+            raise NonFiniteStep("the gradient norm", step_batch) from None
         return finite
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -226,8 +226,8 @@ class MeshStrategy(EngineStrategy):
         self.split.facts.zero()
 
     @torch.no_grad()
-    def run_evaluation(self, window: StepWindow) -> torch.Tensor:
-        split, micro_batches = self.split, window.micro_batches
+    def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
+        split, micro_batches = self.split, step_batch.micro_batches
         if split.shards:
             micro_batches = self._as_many_as_any(micro_batches)
         if split.pipeline is not None:
@@ -267,24 +267,24 @@ class MeshStrategy(EngineStrategy):
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def model_pieces(self) -> list[Piece]:
+    def model_shards(self) -> list[LocalShard]:
         """This rank's parts of the weights, as live tensors."""
         self.split.settle()
-        return model_pieces(self.objective.model)
+        return model_shards(self.objective.model)
 
-    def optimizer_pieces(self) -> list[Piece]:
+    def optimizer_shards(self) -> list[LocalShard]:
         """This rank's parts of the optimizer state, as live tensors."""
         self.split.settle()
-        return optimizer_pieces(self.objective.model, self.optimizers[0])
+        return optimizer_shards(self.objective.model, self.optimizers[0])
 
-    def pieces_written(self) -> None:
+    def shards_written(self) -> None:
         for optimizer in self.optimizers:
             take_numbers(optimizer)
 
-    def gradient_pieces(self) -> list[Piece]:
+    def gradient_shards(self) -> list[LocalShard]:
         """This rank's parts of the gradients, as live tensors."""
         self.split.settle()
-        return gradient_pieces(self.objective.model)
+        return gradient_shards(self.objective.model)
 
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""
@@ -300,7 +300,7 @@ class MeshStrategy(EngineStrategy):
 
         Activations are what the run's first forward pass left for its backward pass (in a pipeline, for as many
         micro-batches as a stage holds at once; not known where blocks are compiled); gradients are those after the
-        first window.
+        first step batch.
         """
         self.split.settle()
         kind = self._device.type
@@ -313,7 +313,7 @@ class MeshStrategy(EngineStrategy):
         }
 
 
-def split_options(config: RunConfig, dims: ParallelDims) -> SplitOptions:
+def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
     """How the model of a run is split."""
     strategy = config.strategy
     plan = None
@@ -321,7 +321,7 @@ def split_options(config: RunConfig, dims: ParallelDims) -> SplitOptions:
         costs = layer_costs(resolved_fields(config.model), config.data.seq_len)
         chosen = strategy.pipeline
         plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
-    return SplitOptions(
+    return ParallelOptions(
         precision=resolve_precision(config),
         bucket_mib=strategy.bucket_mib,
         sharding=ShardingOptions(

@@ -1,4 +1,4 @@
-"""What a step window's gradients are, once its last backward pass is through: which there are, and their norm."""
+"""What a step batch's gradients are, once its last backward pass is through: which there are, and their norm."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.fsdp import UsedParameters, set_gradient_sync
 from mgpu_pipe.parallel.gradients import counted_norm, gradient_norm
 
 
-class WindowFacts:
-    """Gradients of one rank's parameters over a step window, however they are reduced.
+class StepGradients:
+    """Gradients of one rank's parameters over a step batch, however they are reduced.
 
     Args:
         parameters: those that are trained, of this rank.
@@ -36,7 +36,7 @@ class WindowFacts:
         self._counted, self._device = counted, device
 
     def begin(self) -> None:
-        """Forget the last window's gradients."""
+        """Forget the last step batch's gradients."""
         if self._reducer is not None:
             # Here, not after the update: Lightning and its callbacks may have set gradients to None since.
             self._reducer.zero()
@@ -44,7 +44,7 @@ class WindowFacts:
             self._used.clear()
 
     def begin_backward(self, last: bool, sharded: FSDPModule | None, shards: bool) -> None:
-        """Announce a micro-batch; ``last`` is the window's last. A pipeline sees to it itself."""
+        """Announce a micro-batch; ``last`` is the step batch's last. A pipeline sees to it itself."""
         if self._reducer is not None:
             self._reducer.start(last)
         elif sharded is not None:
@@ -56,15 +56,15 @@ class WindowFacts:
             self._used.note_gradients()
 
     def zero(self) -> None:
-        """Free the gradients; the reducer's stay in its buckets and are cleared when the next window starts."""
+        """Free the gradients; the reducer's stay in its buckets and are cleared when the next step batch starts."""
         if self._reducer is None:
             for parameter in self._parameters:
                 parameter.grad = None
 
     def end(
-        self, loss_sum: torch.Tensor, told: list[float], window: StepWindow, reduce_axes: Callable[[], None]
+        self, loss_sum: torch.Tensor, told: list[float], step_batch: StepBatch, reduce_axes: Callable[[], None]
     ) -> tuple[float, float, list[float]]:
-        """The window's global loss, gradient norm, and the sums of ``told`` over the ranks. A collective call.
+        """The step batch's global loss, gradient norm, and the sums of ``told`` over the ranks. A collective call.
 
         Gradients that no process produced are None afterwards, as in one process, and not the zeros that were reduced.
 
@@ -83,7 +83,7 @@ class WindowFacts:
             unused = facts[first_flag:] == 0
             norm = gradient_norm(self._parameters, self._device)
             # One copy to the host for all that it decides.
-            decided = [facts[0] / window.normalizer, norm, unused.sum().double(), *facts[1:first_flag]]
+            decided = [facts[0] / step_batch.loss_denominator, norm, unused.sum().double(), *facts[1:first_flag]]
             loss, total, missing, *heard = torch.stack(decided).tolist()
             _forget(unused, parameters, missing)
             return loss, total, heard
@@ -92,7 +92,7 @@ class WindowFacts:
         _forget(unused, parameters, float(unused.sum()))
         reduce_axes()
         norm = counted_norm(self._parameters, self._counted, self._device)
-        loss, total, *heard = torch.stack([facts[0] / window.normalizer, norm, *facts[1:]]).tolist()
+        loss, total, *heard = torch.stack([facts[0] / step_batch.loss_denominator, norm, *facts[1:]]).tolist()
         return loss, total, heard
 
     def _seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_pipe.checkpoint.adapters import tensor_pieces
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.adapters import tensor_shards
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.strategies.zero_build import Shards, equal_part, values_of
-from mgpu_pipe.strategies.zero_state import fragment_pieces
+from mgpu_pipe.strategies.zero_state import fragment_shards
 
 
 class FrozenWeights:
@@ -34,21 +34,21 @@ class FrozenWeights:
         weights = [getattr(parameter, "ds_tensor", parameter) for _, parameter in self._parameters]
         return [*weights, *(values for _, values in self._masters.values())]
 
-    def pieces(self) -> list[Piece]:
+    def shards(self) -> list[LocalShard]:
         """This rank's parts, fp32 where there are such values, as live tensors."""
-        pieces: list[Piece] = []
+        shards: list[LocalShard] = []
         for name, parameter in self._parameters:
             part: torch.Tensor | None = getattr(parameter, "ds_tensor", None)
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             if name in self._masters:
                 start, values = self._masters[name]
-                pieces += fragment_pieces(name, shape, start, values)
+                shards += fragment_shards(name, shape, start, values)
             elif part is not None:
                 start, stop = equal_part(prod(shape), dist.get_rank(), dist.get_world_size())
-                pieces += fragment_pieces(name, shape, start, part.narrow(0, 0, stop - start))
+                shards += fragment_shards(name, shape, start, part.narrow(0, 0, stop - start))
             else:
-                pieces += tensor_pieces(name, parameter)
-        return pieces
+                shards += tensor_shards(name, parameter)
+        return shards
 
     @torch.no_grad()
     def written(self) -> None:

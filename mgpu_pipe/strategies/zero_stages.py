@@ -233,6 +233,6 @@ class SwappedState(ZeroThreeState):
         self._gather_persistent()
 
     def _take_gradients(self, group: int, norm: object) -> None:
-        # What was swapped out may be the last window's, or not clipped.
+        # What was swapped out may be the last step batch's, or not clipped.
         if self._factor != 1.0 or self.zero._swappable_optimizer_subgroup(group):
             self._copy_gradients(group)

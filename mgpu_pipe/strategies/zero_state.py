@@ -2,7 +2,7 @@
 
 DeepSpeed concatenates parameters (or, at stage 3, each rank's equal part of every parameter) into flat tensors, one or
 more for each parameter group, and gives those to the optimizer. :mod:`.zero_stages` knows its fields; everything above
-works with :class:`Fragment` and pieces.
+works with :class:`Fragment` and local shards.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mgpu_pipe.checkpoint.adapters import number_piece
-from mgpu_pipe.checkpoint.flat_ranges import flat_boxes
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.flat_ranges import flat_slices
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 
 
@@ -41,12 +41,12 @@ class Fragment:
         return flat.narrow(0, self.offset, self.numel)
 
 
-def fragment_pieces(name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> Iterator[Piece]:
-    """Live pieces of elements ``start`` and following of a flattened tensor, which ``values`` (flat) holds."""
+def fragment_shards(name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> Iterator[LocalShard]:
+    """Live local shards of elements ``start`` and following of a flattened tensor, which ``values`` (flat) holds."""
     at = 0
-    for box in flat_boxes(name, shape, start, start + values.numel()):
-        yield Piece(box, shape, values.narrow(0, at, box.volume).view(box.shape))
-        at += box.volume
+    for tensor_slice in flat_slices(name, shape, start, start + values.numel()):
+        yield LocalShard(tensor_slice, shape, values.narrow(0, at, tensor_slice.volume).view(tensor_slice.shape))
+        at += tensor_slice.volume
 
 
 class ZeroState:
@@ -67,14 +67,14 @@ class ZeroState:
         raise NotImplementedError
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
-        """The reduced fp32 gradient of every fragment, flat and live, once a window's backward passes are through."""
+        """The reduced fp32 gradient of every fragment, flat and live, once a step batch's backward passes are through."""
         raise NotImplementedError
 
     def gradients_reduced(self) -> None:
-        """To be called once a window's backward passes are through: what was reduced need not be kept."""
+        """To be called once a step batch's backward passes are through: what was reduced need not be kept."""
 
     def clear_gradients(self) -> None:
-        """Forget the last window's gradients, so that a parameter which a window does not use has none."""
+        """Forget the last step batch's gradients, so that a parameter which a step batch does not use has none."""
 
     def clip(self, factor: float) -> None:
         """Scale all gradients, those shown and those that the update takes."""
@@ -105,49 +105,49 @@ class ZeroState:
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    # -- pieces -------------------------------------------------------------------------------------------------
+    # -- local shards -------------------------------------------------------------------------------------------------
 
     def values(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """The flat weights of a group, and the optimizer's state for it, to be read and written into."""
         flat = self.masters()[group]
         return flat.detach(), self.optimizer.state.get(flat, {})
 
-    def master_pieces(self) -> list[Piece]:
+    def master_shards(self) -> list[LocalShard]:
         found = {group: self.values(group)[0] for group in {f.group for f in self.fragments}}
-        return [p for f in self.fragments for p in fragment_pieces(f.name, f.shape, f.start, f.of(found[f.group]))]
+        return [p for f in self.fragments for p in fragment_shards(f.name, f.shape, f.start, f.of(found[f.group]))]
 
-    def gradient_pieces(self, unused: Iterable[str] = ()) -> list[Piece]:
+    def gradient_shards(self, unused: Iterable[str] = ()) -> list[LocalShard]:
         without = set(unused)
         return [
-            piece
+            shard
             for f, gradient in self.gradients() if f.name not in without
-            for piece in fragment_pieces(f.name, f.shape, f.start, gradient)
+            for shard in fragment_shards(f.name, f.shape, f.start, gradient)
         ]  # fmt: skip
 
-    def optimizer_pieces(self) -> list[Piece]:
-        """The optimizer's state as pieces named ``<parameter>/<state key>``.
+    def optimizer_shards(self) -> list[LocalShard]:
+        """The optimizer's state as local shards named ``<parameter>/<state key>``.
 
         Raises:
             CheckpointError: a state that is neither a tensor of the flat tensor's size nor a scalar or number.
         """
         found = {group: self.values(group) for group in {f.group for f in self.fragments}}
-        pieces: list[Piece] = []
+        shards: list[LocalShard] = []
         for f in self.fragments:
             flat, state = found[f.group]
             for key, value in state.items():
                 name = f"{f.name}/{key}"
                 if isinstance(value, torch.Tensor) and is_flat(value, flat):
-                    pieces += fragment_pieces(name, f.shape, f.start, f.of(value.detach()))
+                    shards += fragment_shards(name, f.shape, f.start, f.of(value.detach()))
                 elif isinstance(value, torch.Tensor) and value.ndim == 0:
-                    pieces.append(Piece(Box.whole(name, ()), (), value.detach()))
+                    shards.append(LocalShard(TensorSlice.whole(name, ()), (), value.detach()))
                 elif isinstance(value, bool | int | float):
-                    pieces.append(number_piece(name, value))
+                    shards.append(number_piece(name, value))
                 elif value is not None:
                     raise CheckpointError(
                         f"optimizer._target_={type(self.optimizer).__name__}: its state {key!r} cannot be cut along "
                         "ZeRO's flat pieces, and cannot be saved; use another optimizer"
                     )
-        return pieces
+        return shards
 
     def create_optimizer_state(
         self,

@@ -22,10 +22,10 @@ from mgpu_pipe.checkpoint.retention import best, prune
 from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
 from mgpu_pipe.checkpoint.save import Plan, Planner, write
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 
 _log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 class HoldsState(Protocol):
     """What saving asks of a strategy."""
 
-    def model_pieces(self) -> list[Piece]: ...
+    def model_shards(self) -> list[LocalShard]: ...
 
-    def optimizer_pieces(self) -> list[Piece]: ...
+    def optimizer_shards(self) -> list[LocalShard]: ...
 
     def state_entries(self) -> dict[str, Any]: ...
-    def pieces_written(self) -> None: ...
+    def shards_written(self) -> None: ...
 
 
 class Checkpointer:
@@ -105,7 +105,7 @@ class Checkpointer:
             self._waiting_for_proof = None
         self._delete_old(waiting)
 
-    def not_finite(self, what: str, window: StepWindow) -> NonFiniteError:
+    def not_finite(self, what: str, step_batch: StepBatch) -> NonFiniteError:
         """The error of a step that was not finite; checkpoints that no finite step followed are marked as ruined.
 
         Not collective; every rank names the same checkpoint.
@@ -113,14 +113,14 @@ class Checkpointer:
         root = self._paths.checkpoints
         below = self._start_step if self._finite_step is None else self._finite_step
         if _is_rank_0():
-            ruined = [step for step in layout.committed(root) if below <= step <= window.step]
+            ruined = [step for step in layout.committed(root) if below <= step <= step_batch.step]
             try:
                 if ruined:
                     mark_ruined(root, ruined)
             except OSError as error:
                 _warn(f"the checkpoints of steps {ruined} could not be marked as ruined: {error}")
-        last = window.first_sample + window.num_samples - 1
-        return NonFiniteError(what, window.step + 1, window.first_sample, last, self._followed(below))
+        last = step_batch.first_sample + step_batch.num_samples - 1
+        return NonFiniteError(what, step_batch.step + 1, step_batch.first_sample, last, self._followed(below))
 
     def _followed(self, below: int) -> Path | None:
         """The newest checkpoint under ``below``: a finite step followed it."""
@@ -146,7 +146,7 @@ class Checkpointer:
                 return
             self._settle(background.wait(), last=False)
         self.last_step, self._failed = step, None
-        root, model, optimizer = self._paths.checkpoints, strategy.model_pieces(), strategy.optimizer_pieces()
+        root, model, optimizer = self._paths.checkpoints, strategy.model_shards(), strategy.optimizer_shards()
         state = self._state(strategy, step, metrics)
         try:
             plan = self._planner.plan(root, step, model, optimizer, None)
@@ -203,7 +203,7 @@ class Checkpointer:
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
 
-    def _write_beside(self, plan: Plan, state: dict[str, Any], model: list[Piece], optimizer: list[Piece]) -> None:
+    def _write_beside(self, plan: Plan, state: dict[str, Any], model: list[LocalShard], optimizer: list[LocalShard]) -> None:
         assert self._background is not None
         try:
             self._write(plan, model, optimizer, state, self._background.group)
@@ -215,8 +215,8 @@ class Checkpointer:
     def _write(
         self,
         plan: Plan,
-        model: list[Piece],
-        optimizer: list[Piece],
+        model: list[LocalShard],
+        optimizer: list[LocalShard],
         state: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -297,8 +297,8 @@ def _is_rank_0() -> bool:
 
 def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
     """Fill this rank's weights from a checkpoint, whichever strategy wrote it."""
-    reader.read(strategy.model_pieces(), "model")
-    strategy.pieces_written()
+    reader.read(strategy.model_shards(), "model")
+    strategy.shards_written()
 
 
 def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
@@ -307,5 +307,5 @@ def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
     weights = {name: reader.dtype(name) for name in reader.names("model")}
     strategy.create_optimizer_state(stored, weights)
     strategy.restore_entries(reader.state)
-    reader.read(strategy.optimizer_pieces(), "optimizer")
-    strategy.pieces_written()
+    reader.read(strategy.optimizer_shards(), "optimizer")
+    strategy.shards_written()

@@ -18,7 +18,7 @@ import torch
 
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.config.validate import MEASURED
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.metrics_file import MetricsWriter
 from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, restore_weights
@@ -101,12 +101,12 @@ class StepRecorder(pl.Callback):
         self._mark = time.perf_counter()
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepWindow, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepBatch, batch_idx: int
     ) -> None:
         evaluate_after_this_step(trainer, self._evaluation_due(batch.step + 1))
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepWindow, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now

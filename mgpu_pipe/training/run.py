@@ -19,7 +19,7 @@ from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32
-from mgpu_pipe.data.loader import evaluation_windows, train_windows
+from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
@@ -154,12 +154,12 @@ def train(
         reader=source,
         resume_optimizer=not weights_only,
     )
-    held_out = evaluation_windows(prepared, plan, dims.data_parallel_rank(rank))
+    held_out = evaluation_step_batches(prepared, plan, dims.data_parallel_rank(rank))
     try:
         trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
         trainer.fit(
             objective,
-            train_windows(
+            train_step_batches(
                 config, prepared, plan, dims.data_parallel_rank(rank),
                 start_sample=start_step * plan.global_batch_size, max_steps=max_steps,
             ),
@@ -169,7 +169,7 @@ def train(
         refusal = " ".join(str(error).split())
         raise BadInputError(f"callbacks, logger: Lightning refuses this: {refusal}; change or remove it") from error
     except NonFiniteStep as step:
-        raise checkpointer.not_finite(step.what, step.window) from None
+        raise checkpointer.not_finite(step.what, step.step_batch) from None
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

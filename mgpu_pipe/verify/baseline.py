@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.checkpoint.adapters import model_pieces, optimizer_pieces
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.adapters import model_shards, optimizer_shards
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.attention import forward_kwargs
@@ -38,7 +38,7 @@ class PlainStep:
     gradients: dict[str, torch.Tensor]
 
 
-class PlainRun:
+class BaselineRun:
     """A model on one process, from the keyed initial weights.
 
     Args:
@@ -96,11 +96,11 @@ class PlainRun:
         self.optimizer.step()
         return PlainStep(sum(losses), norm, gradients)
 
-    def weights(self) -> list[Piece]:
-        return model_pieces(self.model)
+    def weights(self) -> list[LocalShard]:
+        return model_shards(self.model)
 
-    def optimizer_state(self) -> list[Piece]:
-        return optimizer_pieces(self.model, self.optimizer)
+    def optimizer_state(self) -> list[LocalShard]:
+        return optimizer_shards(self.model, self.optimizer)
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """The logits, and each router's logits of all tokens where they are wanted."""

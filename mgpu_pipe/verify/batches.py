@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.topology import BatchPlan
 
@@ -17,7 +17,7 @@ SHORTEST_DOCUMENT = 3
 
 
 def global_batch(seed: int, step: int, samples: int, seq_len: int, vocabulary: int, packed: bool = True) -> Batch:
-    """All samples of one optimizer step: int64 tensors of shape ``(samples, seq_len)`` as in :class:`StepWindow`.
+    """All samples of one optimizer step: int64 tensors of shape ``(samples, seq_len)`` as in :class:`StepBatch`.
 
     Every fourth sample ends in padding. In every third step the last sample has no valid label at all.
     """
@@ -54,15 +54,15 @@ def micro_batches(batch: Batch, size: int) -> list[Batch]:
     return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, samples, size)]
 
 
-def window_of(batch: Batch, step: int, plan: BatchPlan, data_parallel_rank: int) -> StepWindow:
+def step_batch_of(batch: Batch, step: int, plan: BatchPlan, data_parallel_rank: int) -> StepBatch:
     """One process's share of a global batch, as the product's loader would give it."""
     share = plan.samples_per_process
     first = data_parallel_rank * share
     mine = {name: value[first : first + share] for name, value in batch.items()}
-    return StepWindow(
+    return StepBatch(
         step=step,
         first_sample=step * plan.global_batch_size,
         num_samples=plan.global_batch_size,
         micro_batches=micro_batches(mine, plan.micro_batch_size),
-        normalizer=int((batch["labels"] != IGNORE_INDEX).sum()),
+        loss_denominator=int((batch["labels"] != IGNORE_INDEX).sum()),
     )

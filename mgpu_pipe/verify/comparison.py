@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
-from mgpu_pipe.checkpoint.tensor_slices import Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.step_batch import ListedWindows, StepWindow
+from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Objective
@@ -28,24 +28,24 @@ from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.verify import bounds
-from mgpu_pipe.verify.baseline import PlainRun, PlainStep
-from mgpu_pipe.verify.batches import Batch, global_batch, micro_batches, window_of
+from mgpu_pipe.verify.baseline import BaselineRun, PlainStep
+from mgpu_pipe.verify.batches import Batch, global_batch, micro_batches, step_batch_of
 from mgpu_pipe.verify.bounds import Measurement
 from mgpu_pipe.verify.transfer import Tensors, check_covered, fill, from_rank_0, norm_of, squared_errors, whole_errors
 
-WindowMaker = Callable[[Batch, int, BatchPlan, int], StepWindow]
+StepBatchMaker = Callable[[Batch, int, BatchPlan, int], StepBatch]
 
 
 def compare(
     config: RunConfig,
     *,
-    window_maker: WindowMaker = window_of,
+    step_batch_maker: StepBatchMaker = step_batch_of,
     on_start: Callable[[EngineStrategy], None] = lambda strategy: None,
 ) -> list[Measurement]:
     """Train the (small) ``config`` for ``trainer.max_steps`` and compare every step. A collective call.
 
     Args:
-        window_maker: this process's share ``(global batch, step, plan, data-parallel rank)`` of a step.
+        step_batch_maker: this process's share ``(global batch, step, plan, data-parallel rank)`` of a step.
         on_start: called with the strategy once its model is built and split.
 
     Returns:
@@ -74,7 +74,7 @@ def compare(
         inference_mode=False,
     )  # fmt: skip
     quiet_signals(trainer)
-    trainer.fit(objective, ListedWindows([window_maker(batch, step, plan, at) for step, batch in enumerate(batches)]))
+    trainer.fit(objective, ListedStepBatches([step_batch_maker(batch, step, plan, at) for step, batch in enumerate(batches)]))
     return watch.measurements
 
 
@@ -105,8 +105,8 @@ class _Comparison(pl.Callback):
         self.measurements: list[Measurement] = []
         self._plan, self._batches, self._on_start = plan, batches, on_start
         first = dist.get_rank() == 0
-        self._plain = PlainRun(config) if first else None
-        self._alone = PlainRun(config, config.precision.name) if first and config.precision.name != "fp32" else None
+        self._plain = BaselineRun(config) if first else None
+        self._alone = BaselineRun(config, config.precision.name) if first and config.precision.name != "fp32" else None
         self._rounds = config.precision.name == "bf16_true"
         self._weights = self._share(self._plain.weights() if self._plain else [])
         self._state: Tensors = {}
@@ -118,17 +118,17 @@ class _Comparison(pl.Callback):
         weights = self._weights
         if self._rounds:
             weights = {name: value.bfloat16().float() for name, value in weights.items()}
-        errors = self._errors("initial weights", trainer.strategy.model_pieces(), weights)
+        errors = self._errors("initial weights", trainer.strategy.model_shards(), weights)
         for name, error in errors.items():
             self._note("initial weights", name, 0, error, bounds.INITIAL, exact=True)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: StepWindow, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: StepBatch, batch_idx: int) -> None:
         strategy = trainer.strategy
-        fill(strategy.model_pieces(), self._weights)
+        fill(strategy.model_shards(), self._weights)
         if self._state:
-            check_covered("optimizer state", strategy.optimizer_pieces(), self._state)
-            fill(strategy.optimizer_pieces(), self._state)
-        strategy.pieces_written()
+            check_covered("optimizer state", strategy.optimizer_shards(), self._state)
+            fill(strategy.optimizer_shards(), self._state)
+        strategy.shards_written()
         if self._alone is not None:
             fill(self._alone.weights(), self._weights)
             fill(self._alone.optimizer_state(), self._state)
@@ -136,20 +136,20 @@ class _Comparison(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         gradients = self._expected.gradients
-        errors = self._errors("gradient", trainer.strategy.gradient_pieces(), gradients, partial=True)
+        errors = self._errors("gradient", trainer.strategy.gradient_shards(), gradients, partial=True)
         total = norm_of(gradients.values()) or 1.0
         for name, error in errors.items():
             own = norm_of([gradients[name]]) / total if name in gradients else 0.0
             bound = bounds.GRADIENT * own + bounds.GRADIENT_OF_ALL
             self._note("gradient", name, self._step, error / total, bound)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepWindow, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
         result = outputs["result"]
         for rank, (loss, norm) in enumerate(exchange_json([result.loss, result.gradient_norm], None)):
             expected = self._expected
             self._note("loss", f"rank {rank}", self._step, _relative(loss, expected.loss), bounds.LOSS)
             self._note("gradient norm", f"rank {rank}", self._step, _relative(norm, expected.norm), bounds.NORM)
-        errors = self._errors("weights", trainer.strategy.model_pieces(), self._weights)
+        errors = self._errors("weights", trainer.strategy.model_shards(), self._weights)
         total = norm_of(self._weights.values())
         where = max(errors, key=lambda name: errors[name])
         error = sum(value * value for value in errors.values()) ** 0.5 / total
@@ -176,17 +176,17 @@ class _Comparison(pl.Callback):
         total = norm_of(expected.gradients.values()) or 1.0
         off = {name: norm_of([found.gradients[name] - g]) / total for name, g in expected.gradients.items()}
         self._alone_errors = {("gradient", name): error for name, error in off.items()}
-        weights = {piece.box.name: piece.tensor for piece in self._plain.weights()}
-        differences = [piece.tensor - weights[piece.box.name] for piece in self._alone.weights()]
+        weights = {shard.tensor_slice.name: shard.tensor for shard in self._plain.weights()}
+        differences = [shard.tensor - weights[shard.tensor_slice.name] for shard in self._alone.weights()]
         self._alone_errors["weights", ""] = norm_of(differences) / norm_of(weights.values())
         self._alone_errors["loss", ""] = _relative(found.loss, expected.loss)
         self._alone_errors["gradient norm", ""] = _relative(found.norm, expected.norm)
 
-    def _share(self, pieces: list[Piece]) -> Tensors:
-        return from_rank_0({piece.box.name: piece.tensor for piece in pieces})
+    def _share(self, shards: list[LocalShard]) -> Tensors:
+        return from_rank_0({shard.tensor_slice.name: shard.tensor for shard in shards})
 
-    def _errors(self, what: str, pieces: list[Piece], full: Tensors, partial: bool = False) -> dict[str, float]:
-        return whole_errors(what, exchange_json(squared_errors(pieces, full), None), full, partial)
+    def _errors(self, what: str, shards: list[LocalShard], full: Tensors, partial: bool = False) -> dict[str, float]:
+        return whole_errors(what, exchange_json(squared_errors(shards, full), None), full, partial)
 
     def _note(
         self, quantity: str, where: str, step: int, error: float, bound: float, exact: bool = False

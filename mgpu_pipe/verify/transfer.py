@@ -1,4 +1,4 @@
-"""Tensors between rank 0 and the pieces that ranks hold, without pickle."""
+"""Tensors between rank 0 and the local shards that ranks hold, without pickle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.host import DTYPES, dtype_name, select
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece, tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.errors import WorkerError
 
 Tensors = dict[str, torch.Tensor]
@@ -34,29 +34,29 @@ def from_rank_0(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 @torch.no_grad()
-def fill(pieces: Iterable[Piece], full: Mapping[str, torch.Tensor]) -> None:
-    """Write each piece's part of the whole tensors ``full`` into it, in place.
+def fill(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
+    """Write each local shard's part of the whole tensors ``full`` into it, in place.
 
     Raises:
-        WorkerError: a piece of a tensor that is not there.
+        WorkerError: a local shard of a tensor that is not there.
     """
-    for piece in pieces:
-        piece.tensor.copy_(_part(full, piece.box))
+    for shard in shards:
+        shard.tensor.copy_(_part(full, shard.tensor_slice))
 
 
-def squared_errors(pieces: Iterable[Piece], full: Mapping[str, torch.Tensor]) -> list[list[object]]:
-    """For each piece ``[name, offsets, shape, e]``, e being the squared 2-norm of its difference from ``full``.
+def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> list[list[object]]:
+    """For each local shard ``[name, offsets, shape, e]``, e being the squared 2-norm of its difference from ``full``.
 
     A tensor that ``full`` lacks is taken as zero; ``e`` is None where it is not finite (JSON has no other word).
     """
     found: list[list[object]] = []
-    for piece in pieces:
-        difference = piece.tensor.detach().cpu().double()
-        if piece.box.name in full:
-            difference = difference - _part(full, piece.box).double()
+    for shard in shards:
+        difference = shard.tensor.detach().cpu().double()
+        if shard.tensor_slice.name in full:
+            difference = difference - _part(full, shard.tensor_slice).double()
         error = difference.square().sum()
         finite = bool(torch.isfinite(error))
-        found.append([piece.box.name, list(piece.box.offsets), list(piece.box.shape), float(error) if finite else None])
+        found.append([shard.tensor_slice.name, list(shard.tensor_slice.offsets), list(shard.tensor_slice.shape), float(error) if finite else None])
     return found
 
 
@@ -74,13 +74,13 @@ def whole_errors(
     Raises:
         WorkerError: the ranks' blocks do not cover a tensor exactly.
     """
-    blocks: dict[str, dict[Box, float]] = {name: {} for name in full}
-    for pieces in by_rank:
-        for name, offsets, shape, error in pieces:
-            box = Box(str(name), tuple(offsets), tuple(shape))  # type: ignore[arg-type]
+    blocks: dict[str, dict[TensorSlice, float]] = {name: {} for name in full}
+    for shards in by_rank:
+        for name, offsets, shape, error in shards:
+            tensor_slice = TensorSlice(str(name), tuple(offsets), tuple(shape))  # type: ignore[arg-type]
             value = float("inf") if error is None else float(error)  # type: ignore[arg-type]
-            held = blocks.setdefault(box.name, {})
-            held[box] = max(held.get(box, 0.0), value)
+            held = blocks.setdefault(tensor_slice.name, {})
+            held[tensor_slice] = max(held.get(tensor_slice, 0.0), value)
     found: dict[str, float] = {}
     for name, held in blocks.items():
         if not held and partial:
@@ -94,9 +94,9 @@ def whole_errors(
     return found
 
 
-def check_covered(what: str, pieces: Iterable[Piece], full: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless all ranks' pieces cover each tensor of ``full`` exactly once. A collective call."""
-    mine = [[piece.box.name, list(piece.box.offsets), list(piece.box.shape), 0.0] for piece in pieces]
+def check_covered(what: str, shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless all ranks' local shards cover each tensor of ``full`` exactly once. A collective call."""
+    mine = [[shard.tensor_slice.name, list(shard.tensor_slice.offsets), list(shard.tensor_slice.shape), 0.0] for shard in shards]
     whole_errors(what, exchange_json(mine, None), full)
 
 
@@ -105,7 +105,7 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> float:
     return sum(float(tensor.detach().double().square().sum()) for tensor in tensors) ** 0.5
 
 
-def _part(full: Mapping[str, torch.Tensor], box: Box) -> torch.Tensor:
-    if box.name not in full:
-        raise WorkerError(f"verify: the strategy holds {box.name}, which the plain computation does not have")
-    return select(full[box.name], box.offsets, box.shape)
+def _part(full: Mapping[str, torch.Tensor], tensor_slice: TensorSlice) -> torch.Tensor:
+    if tensor_slice.name not in full:
+        raise WorkerError(f"verify: the strategy holds {tensor_slice.name}, which the plain computation does not have")
+    return select(full[tensor_slice.name], tensor_slice.offsets, tensor_slice.shape)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch.parent_death import Lifeline
-from mgpu_pipe.launch.process_exit import leave
+from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.worker import leave_error
 
 COMPARISON = "comparison.json"
@@ -55,4 +55,4 @@ def _run(paths: RunPaths, rank: int, lifeline: Lifeline | None) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    leave(0)
+    exit_now(0)

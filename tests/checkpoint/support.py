@@ -12,9 +12,9 @@ import torch
 
 from mgpu_pipe.checkpoint.host import select
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
-Cut = Callable[[str, tuple[int, ...], int, int], list[Box]]
+Cut = Callable[[str, tuple[int, ...], int, int], list[TensorSlice]]
 
 
 def model_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -34,73 +34,73 @@ def optimizer_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return found
 
 
-def whole(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
-    return [Box.whole(name, shape)]
+def whole(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[TensorSlice]:
+    return [TensorSlice.whole(name, shape)]
 
 
-def rows(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+def rows(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[TensorSlice]:
     """FSDP2: dim 0 cut as torch.chunk does, so the last ranks' shards may be short or empty."""
     return _along(name, shape, rank, world_size, 0) if shape else whole(name, shape, rank, world_size)
 
 
-def columns(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+def columns(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[TensorSlice]:
     """Tensor parallelism along the last dim."""
     return _along(name, shape, rank, world_size, len(shape) - 1) if shape else whole(name, shape, rank, world_size)
 
 
-def fused(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+def fused(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[TensorSlice]:
     """Tensor parallelism of a fused qkv: a share of the rows of each third."""
     if not shape or shape[0] == 0 or shape[0] % 3:
         return columns(name, shape, rank, world_size)
     third = shape[0] // 3
     parts = [_along(name, (third, *shape[1:]), rank, world_size, 0)[0] for _ in range(3)]
-    return [Box(name, (i * third + p.offsets[0], *p.offsets[1:]), p.shape) for i, p in enumerate(parts)]
+    return [TensorSlice(name, (i * third + p.offsets[0], *p.offsets[1:]), p.shape) for i, p in enumerate(parts)]
 
 
-def flat(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[Box]:
+def flat(name: str, shape: tuple[int, ...], rank: int, world_size: int) -> list[TensorSlice]:
     """ZeRO: a range of the flattened matrix, which is the end of a row, whole rows, and the start of a row."""
     if len(shape) != 2 or 0 in shape:
         return rows(name, shape, rank, world_size)
     total, width = shape[0] * shape[1], shape[1]
     low, high = rank * total // world_size, (rank + 1) * total // world_size
-    boxes: list[Box] = []
+    tensor_slices: list[TensorSlice] = []
     while low < high:
         row, column = divmod(low, width)
         if column == 0 and high - low >= width:
             count = (high - low) // width
-            boxes.append(Box(name, (row, 0), (count, width)))
+            tensor_slices.append(TensorSlice(name, (row, 0), (count, width)))
             low += count * width
         else:
             count = min(width - column, high - low)
-            boxes.append(Box(name, (row, column), (1, count)))
+            tensor_slices.append(TensorSlice(name, (row, column), (1, count)))
             low += count
-    return boxes
+    return tensor_slices
 
 
 CUTS: dict[str, Cut] = {"whole": whole, "rows": rows, "columns": columns, "fused": fused, "flat": flat}
 
 
-def _along(name: str, shape: tuple[int, ...], rank: int, world_size: int, dim: int) -> list[Box]:
+def _along(name: str, shape: tuple[int, ...], rank: int, world_size: int, dim: int) -> list[TensorSlice]:
     size = -(-shape[dim] // world_size)
     low = min(rank * size, shape[dim])
     high = min(low + size, shape[dim])
     offsets = tuple(low if d == dim else 0 for d in range(len(shape)))
-    return [Box(name, offsets, tuple(high - low if d == dim else n for d, n in enumerate(shape)))]
+    return [TensorSlice(name, offsets, tuple(high - low if d == dim else n for d, n in enumerate(shape)))]
 
 
-def cut_pieces(tensors: dict[str, torch.Tensor], cut: Cut, rank: int = 0, world_size: int = 1) -> list[Piece]:
-    """This rank's pieces, as views of the whole tensors."""
-    found: list[Piece] = []
+def cut_shards(tensors: dict[str, torch.Tensor], cut: Cut, rank: int = 0, world_size: int = 1) -> list[LocalShard]:
+    """This rank's local shards, as views of the whole tensors."""
+    found: list[LocalShard] = []
     for name, tensor in tensors.items():
         shape = tuple(tensor.shape)
-        for box in cut(name, shape, rank, world_size):
-            found.append(Piece(box, shape, select(tensor, box.offsets, box.shape)))
+        for tensor_slice in cut(name, shape, rank, world_size):
+            found.append(LocalShard(tensor_slice, shape, select(tensor, tensor_slice.offsets, tensor_slice.shape)))
     return found
 
 
-def empty_like(pieces: list[Piece]) -> list[Piece]:
-    """The same boxes over tensors full of a value that no test saves."""
-    return [Piece(p.box, p.global_shape, torch.full(p.box.shape, -77.0).to(p.tensor.dtype)) for p in pieces]
+def empty_like(shards: list[LocalShard]) -> list[LocalShard]:
+    """The same tensor slices over tensors full of a value that no test saves."""
+    return [LocalShard(p.tensor_slice, p.global_shape, torch.full(p.tensor_slice.shape, -77.0).to(p.tensor.dtype)) for p in shards]
 
 
 def config_file(folder: Path) -> Path:
@@ -115,7 +115,7 @@ def save_alone(root: Path, step: int, seed: int | None = None) -> Path:
     """A checkpoint of one process; other seeds are other values."""
     seed = step if seed is None else seed
     return save(
-        root, step, cut_pieces(model_tensors(seed), whole), cut_pieces(optimizer_tensors(seed), whole),
+        root, step, cut_shards(model_tensors(seed), whole), cut_shards(optimizer_tensors(seed), whole),
         {"samples_consumed": step * 32, "learning_rate": 0.1 + 0.2}, config_file(root.parent),
     )
 

@@ -24,13 +24,13 @@ from mgpu_pipe.checkpoint.background import HostCopies
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.checkpoint.select import list_steps
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 from mgpu_pipe.training.checkpointing import Checkpointer
-from tests.checkpoint.support import config_file, cut_pieces, empty_like, rows
+from tests.checkpoint.support import config_file, cut_shards, empty_like, rows
 from tests.support.processes import run_processes
 
 Tensors = dict[str, torch.Tensor]
@@ -55,16 +55,16 @@ class Trained:
     def values(self) -> Tensors:
         return {name: tensor.clone() for name, tensor in (*self.weights.items(), *self.moments.items())}
 
-    def model_pieces(self) -> list[Piece]:
-        return cut_pieces(self.weights, rows, _rank(), _world_size())
+    def model_shards(self) -> list[LocalShard]:
+        return cut_shards(self.weights, rows, _rank(), _world_size())
 
-    def optimizer_pieces(self) -> list[Piece]:
-        return cut_pieces(self.moments, rows, _rank(), _world_size())
+    def optimizer_shards(self) -> list[LocalShard]:
+        return cut_shards(self.moments, rows, _rank(), _world_size())
 
     def state_entries(self) -> dict[str, Any]:
         return {}
 
-    def pieces_written(self) -> None:
+    def shards_written(self) -> None:
         pass
 
 
@@ -123,10 +123,10 @@ def check(folder: Path, step: int, expected: Tensors) -> None:
     """The step holds exactly these values."""
     reader = CheckpointReader(folder / "checkpoints" / f"step-{step:08d}")
     for kind in ("model", "optimizer"):
-        pieces = cut_pieces({name: expected[name] for name in reader.names(kind)}, rows)
-        got = empty_like(pieces)
+        shards = cut_shards({name: expected[name] for name in reader.names(kind)}, rows)
+        got = empty_like(shards)
         reader.read(got, kind)
-        assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces, got, strict=True)), step
+        assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, got, strict=True)), step
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -170,17 +170,17 @@ def test_the_last_save_is_committed_when_it_returns_and_comes_after_the_one_befo
 
 def test_the_memory_of_the_copies_is_used_again() -> None:
     tensors = {"a": torch.randn(100, 30), "b": torch.randn(7, 5).t(), "c": torch.tensor(2.0), "d": torch.zeros(0, 3)}
-    pieces = [Piece(Box.whole(n, tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
+    shards = [LocalShard(TensorSlice.whole(n, tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
     copies = HostCopies()
-    first = copies.take(pieces)
-    for piece, copy in zip(pieces, first, strict=True):
-        assert torch.equal(piece.tensor, copy.tensor) and copy.tensor.is_contiguous() and copy.box == piece.box
-        piece.tensor.add_(1)
+    first = copies.take(shards)
+    for shard, copy in zip(shards, first, strict=True):
+        assert torch.equal(shard.tensor, copy.tensor) and copy.tensor.is_contiguous() and copy.tensor_slice == shard.tensor_slice
+        shard.tensor.add_(1)
     size = copies.nbytes
-    second = copies.take(pieces)
+    second = copies.take(shards)
     assert [p.tensor.data_ptr() for p in second if p.tensor.numel()] == [
         p.tensor.data_ptr() for p in first if p.tensor.numel()]  # fmt: skip
-    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(pieces, second, strict=True))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, second, strict=True))
     assert size == copies.nbytes <= sum(t.nbytes for t in tensors.values()) + 64 * len(tensors)
 
 
@@ -188,13 +188,13 @@ def test_the_memory_of_the_copies_is_used_again() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_of_a_gpus_tensors_are_page_locked_and_complete() -> None:
     tensors = {"a": torch.randn(1000, 300, device="cuda"), "b": torch.randn(70, 50, device="cuda").t()}
-    pieces = [Piece(Box.whole(n, tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
+    shards = [LocalShard(TensorSlice.whole(n, tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
     expected = {name: tensor.cpu() for name, tensor in tensors.items()}
     copies = HostCopies()
-    taken = copies.take(pieces)
+    taken = copies.take(shards)
     for tensor in tensors.values():
         tensor.zero_()
-    assert all(torch.equal(piece.tensor, expected[piece.box.name]) for piece in taken)
+    assert all(torch.equal(shard.tensor, expected[shard.tensor_slice.name]) for shard in taken)
     assert taken[0].tensor.is_pinned()
     copies.release()
 
@@ -369,7 +369,7 @@ def test_a_save_that_a_finite_step_has_followed_when_it_is_committed_is_enough_b
     assert steps_in(tmp_path) == [2]
 
 
-WINDOW = StepWindow(step=2, first_sample=8, num_samples=4, micro_batches=[], normalizer=1)
+WINDOW = StepBatch(step=2, first_sample=8, num_samples=4, micro_batches=[], loss_denominator=1)
 
 
 @pytest.mark.parametrize("async_save", [True, False])

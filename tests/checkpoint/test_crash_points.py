@@ -23,13 +23,13 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
 from mgpu_pipe.training.checkpointing import Checkpointer
 from tests.checkpoint.crash import Disk, Killed, Operation, Recorder, State, build, digest, interleavings, tree_of
-from tests.checkpoint.support import config_file, cut_pieces, rows
+from tests.checkpoint.support import config_file, cut_shards, rows
 from tests.support.processes import run_processes
 from tests.support.tables import TOLD
 
@@ -46,8 +46,8 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 def save_seed(run: Path, step: int, seed: int) -> Path:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    model = cut_pieces(tensors(seed), rows, rank, size)
-    moments = cut_pieces({"a/exp_avg": tensors(seed)["a"] * 2}, rows, rank, size)
+    model = cut_shards(tensors(seed), rows, rank, size)
+    moments = cut_shards({"a/exp_avg": tensors(seed)["a"] * 2}, rows, rank, size)
     return save(run / "checkpoints", step, model, moments, {"seed": seed}, run / "config.yaml")
 
 
@@ -61,9 +61,9 @@ def found_seed(run: Path) -> int | None:
     reader = CheckpointReader(steps[-1].path)
     seed = int(reader.state["seed"])
     for kind, wanted in (("model", tensors(seed)), ("optimizer", {"a/exp_avg": tensors(seed)["a"] * 2})):
-        pieces = [Piece(Box.whole(n, tuple(t.shape)), tuple(t.shape), torch.zeros_like(t)) for n, t in wanted.items()]
-        reader.read(pieces, kind)
-        assert all(torch.equal(piece.tensor, wanted[piece.box.name]) for piece in pieces)
+        shards = [LocalShard(TensorSlice.whole(n, tuple(t.shape)), tuple(t.shape), torch.zeros_like(t)) for n, t in wanted.items()]
+        reader.read(shards, kind)
+        assert all(torch.equal(shard.tensor, wanted[shard.tensor_slice.name]) for shard in shards)
         assert sorted(reader.names(kind)) == sorted(wanted)
     return seed
 
@@ -183,16 +183,16 @@ class Trained:
     def __init__(self, seed: int) -> None:
         self.values = tensors(seed)
 
-    def model_pieces(self) -> list[Piece]:
-        return cut_pieces(self.values, rows)
+    def model_shards(self) -> list[LocalShard]:
+        return cut_shards(self.values, rows)
 
-    def optimizer_pieces(self) -> list[Piece]:
-        return cut_pieces({"a/exp_avg": self.values["a"] * 2}, rows)
+    def optimizer_shards(self) -> list[LocalShard]:
+        return cut_shards({"a/exp_avg": self.values["a"] * 2}, rows)
 
     def state_entries(self) -> dict[str, Any]:
         return {}
 
-    def pieces_written(self) -> None:
+    def shards_written(self) -> None:
         pass
 
 

@@ -17,9 +17,9 @@ from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, record_of
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import inspect
 from mgpu_pipe.checkpoint.strict_json import canonical
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
-from tests.checkpoint.support import cut_pieces, empty_like, flip_bit, model_tensors, save_alone, whole
+from tests.checkpoint.support import cut_shards, empty_like, flip_bit, model_tensors, save_alone, whole
 
 MODEL = "model-00000.safetensors"
 
@@ -35,7 +35,7 @@ def folder(good: Path, tmp_path: Path) -> Path:
 
 
 def _read(folder: Path, verify: str = "full") -> None:
-    CheckpointReader(folder, verify).read(empty_like(cut_pieces(model_tensors(3), whole)), "model")  # type: ignore
+    CheckpointReader(folder, verify).read(empty_like(cut_shards(model_tensors(3), whole)), "model")  # type: ignore
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -65,7 +65,7 @@ def test_a_damaged_chunk_is_named_when_it_is_read_and_only_then(folder: Path) ->
     assert "chunk 1 of 2" in inspect(folder, "full").reason
     assert inspect(folder, "size").valid
     _read(folder, "size")
-    rows = Piece(Box("embed.weight", (0, 0), (9, 512)), (2100, 512), torch.zeros(9, 512))
+    rows = LocalShard(TensorSlice("embed.weight", (0, 0), (9, 512)), (2100, 512), torch.zeros(9, 512))
     CheckpointReader(folder).read([rows], "model")
     assert torch.equal(rows.tensor, model_tensors(3)["embed.weight"][:9])
 
@@ -134,8 +134,8 @@ def _tensor(manifest: dict[str, Any]) -> dict[str, Any]:
 def _rename_file(manifest: dict[str, Any], name: str) -> None:
     manifest["files"][name] = manifest["files"].pop(MODEL)
     for tensor in manifest["tensors"]["model"].values():
-        for box in tensor["boxes"]:
-            box[2] = name
+        for tensor_slice in tensor["boxes"]:
+            tensor_slice[2] = name
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -158,7 +158,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no hash": (lambda m: m["files"][MODEL].update(sha256=["x", "y"]), "no SHA-256"),
     "other shape": (lambda m: _tensor(m).update(shape=[34]), "hold 33 of the 34 elements"),
     "other dims": (lambda m: _tensor(m).update(shape=[33, 1]), "dimensions"),
-    "no boxes": (lambda m: _tensor(m).update(boxes=[]), "0 boxes"),
+    "no boxes": (lambda m: _tensor(m).update(tensor_slices=[]), "0 boxes"),
     "overlap": (lambda m: _tensor(m)["boxes"].append([[1], [3], MODEL]), "overlap"),
     "unknown file": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "model-00009.safetensors"), "no tensor file"),
     "state as weights": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "state.json"), "no tensor file"),
@@ -169,7 +169,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "holds nothing under head@0",
     ),
     "box not there": (
-        lambda m: _tensor(m).update(boxes=[[[0], [3], MODEL], [[3], [30], MODEL]]), r"holds F32 \[33\] under"),
+        lambda m: _tensor(m).update(tensor_slices=[[[0], [3], MODEL], [[3], [30], MODEL]]), r"holds F32 \[33\] under"),
     "wrong type": (lambda m: m.update(tensors=[]), "no JSON object"),
 }  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_a_manifest_that_lies_is_refused(lie: str, folder: Path) -> None:
     if lie == "tensor not there":
         tensors["head"] = torch.zeros(2)
     with pytest.raises(CheckpointError, match=message):
-        CheckpointReader(folder).read(empty_like(cut_pieces(tensors, whole)), "model")
+        CheckpointReader(folder).read(empty_like(cut_shards(tensors, whole)), "model")
 
 
 def test_a_manifest_changed_after_the_save_is_refused(folder: Path) -> None:

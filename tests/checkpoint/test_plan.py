@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.checkpoint.plan import Held, plan_files
-from mgpu_pipe.checkpoint.tensor_slices import Box, tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointSaveError
 from tests.checkpoint.support import CUTS
 
 SHAPES = {"a": (40, 12), "b": (96, 8), "c": (7,), "d": (), "e": (3, 5, 11), "z": (0, 4)}
 
 
-def _random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:
+def _random_slice(rng: random.Random, shape: tuple[int, ...]) -> TensorSlice:
     low = [rng.randrange(n) for n in shape]
-    return Box("t", tuple(low), tuple(rng.randint(1, n - lo) for lo, n in zip(low, shape, strict=True)))
+    return TensorSlice("t", tuple(low), tuple(rng.randint(1, n - lo) for lo, n in zip(low, shape, strict=True)))
 
 
 def test_tiling_agrees_with_counting_every_element() -> None:
@@ -27,38 +27,38 @@ def test_tiling_agrees_with_counting_every_element() -> None:
         shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))
         cut = rng.choice(sorted(CUTS))
         world_size = rng.randint(1, 4)
-        boxes = {box for rank in range(world_size) for box in CUTS[cut]("t", shape, rank, world_size) if box.volume}
+        tensor_slices = {tensor_slice for rank in range(world_size) for tensor_slice in CUTS[cut]("t", shape, rank, world_size) if tensor_slice.volume}
         if rng.random() < 0.5:
-            boxes.discard(rng.choice(sorted(boxes)))
-            boxes.add(_random_box(rng, shape))
+            tensor_slices.discard(rng.choice(sorted(tensor_slices)))
+            tensor_slices.add(_random_slice(rng, shape))
         count = np.zeros(shape, dtype=int)
-        for box in boxes:
-            count[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))] += 1
+        for tensor_slice in tensor_slices:
+            count[tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))] += 1
         tiles = bool((count == 1).all())
         seen[tiles] += 1
-        assert (tiling_fault(shape, list(boxes)) is None) == tiles, (shape, boxes)
+        assert (tiling_fault(shape, list(tensor_slices)) is None) == tiles, (shape, tensor_slices)
     assert min(seen.values()) > 50
 
 
 @pytest.mark.parametrize(
     ("box", "words"),
     [
-        (Box("t", (0, 2), (2, 3)), "leaves the tensor"),
-        (Box("t", (-1, 0), (2, 4)), "leaves the tensor"),
-        (Box("t", (0,), (2,)), "dimensions"),
+        (TensorSlice("t", (0, 2), (2, 3)), "leaves the tensor"),
+        (TensorSlice("t", (-1, 0), (2, 4)), "leaves the tensor"),
+        (TensorSlice("t", (0,), (2,)), "dimensions"),
     ],
 )
-def test_a_box_outside_its_tensor_is_no_tile(box: Box, words: str) -> None:
-    assert words in str(tiling_fault((2, 4), [box]))
+def test_a_box_outside_its_tensor_is_no_tile(tensor_slice: TensorSlice, words: str) -> None:
+    assert words in str(tiling_fault((2, 4), [tensor_slice]))
 
 
 def _held(cut: str, world_size: int) -> list[list[Held]]:
     return [
         [
-            Held(kind, box, shape, "F32")
+            Held(kind, tensor_slice, shape, "F32")
             for kind in ("model", "optimizer")
             for name, shape in SHAPES.items()
-            for box in CUTS[cut](name, shape, rank, world_size)
+            for tensor_slice in CUTS[cut](name, shape, rank, world_size)
         ]
         for rank in range(world_size)
     ]
@@ -73,21 +73,21 @@ def test_every_element_is_written_by_exactly_one_rank_that_holds_it(cut: str, wo
         assert tensors.keys() == SHAPES.keys()
         for name, tensor in tensors.items():
             count = np.zeros(SHAPES[name], dtype=int)
-            for box, file in tensor.boxes:
+            for tensor_slice, file in tensor.tensor_slices:
                 rank = int(file.removeprefix(f"{kind}-").removesuffix(".safetensors"))
-                assert box in [item.box for item in held[rank]]
-                count[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))] += 1
+                assert tensor_slice in [item.tensor_slice for item in held[rank]]
+                count[tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))] += 1
             assert (count == 1).all()
 
 
 def test_replicated_tensors_are_dealt_evenly_by_bytes() -> None:
     held = [
-        [Held("model", Box.whole(f"w{i}", (100 + i,)), (100 + i,), "F32") for i in range(40)] for _ in range(4)
+        [Held("model", TensorSlice.whole(f"w{i}", (100 + i,)), (100 + i,), "F32") for i in range(40)] for _ in range(4)
     ]
     load = dict.fromkeys(range(4), 0)
     for tensor in plan_files(held)["model"].values():
-        for box, file in tensor.boxes:
-            load[int(file[6:11])] += box.volume
+        for tensor_slice, file in tensor.tensor_slices:
+            load[int(file[6:11])] += tensor_slice.volume
     assert max(load.values()) - min(load.values()) < 140
 
 
@@ -97,30 +97,30 @@ def test_ranks_may_list_their_pieces_in_any_order() -> None:
 
 
 def test_shared_tensors_are_dealt_around_what_one_rank_alone_holds() -> None:
-    alone = Held("model", Box.whole("alone", (900,)), (900,), "F32")
-    shared = Held("model", Box.whole("shared", (1000,)), (1000,), "F32")
+    alone = Held("model", TensorSlice.whole("alone", (900,)), (900,), "F32")
+    shared = Held("model", TensorSlice.whole("shared", (1000,)), (1000,), "F32")
     plan = plan_files([[shared, alone], [shared]])["model"]
-    assert plan["shared"].boxes[0][1] == "model-00001.safetensors"
+    assert plan["shared"].tensor_slices[0][1] == "model-00001.safetensors"
 
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([[Held("model", Box("t", (0,), (3,)), (8,), "F32")], []], "hold 3 of the 8 elements"),
+        ([[Held("model", TensorSlice("t", (0,), (3,)), (8,), "F32")], []], "hold 3 of the 8 elements"),
         (
-            [[Held("model", Box("t", (0,), (5,)), (8,), "F32")], [Held("model", Box("t", (3,), (5,)), (8,), "F32")]],
+            [[Held("model", TensorSlice("t", (0,), (5,)), (8,), "F32")], [Held("model", TensorSlice("t", (3,), (5,)), (8,), "F32")]],
             "overlap",
         ),
         (
-            [[Held("model", Box("t", (0,), (4,)), (8,), "F32")], [Held("model", Box("t", (4,), (4,)), (8,), "BF16")]],
+            [[Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")], [Held("model", TensorSlice("t", (4,), (4,)), (8,), "BF16")]],
             "rank 1 has BF16",
         ),
         (
-            [[Held("model", Box("t", (0,), (4,)), (8,), "F32")], [Held("model", Box("t", (4,), (4,)), (9,), "F32")]],
+            [[Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")], [Held("model", TensorSlice("t", (4,), (4,)), (9,), "F32")]],
             r"rank 1 has F32 \[9\]",
         ),
-        ([[Held("model", Box("t", (0,), (8,)), (8,), "F32")] * 2], "twice"),
-        ([[Held("optimizer", Box("t", (0,), (0,)), (8,), "F32")]], "0 boxes"),
+        ([[Held("model", TensorSlice("t", (0,), (8,)), (8,), "F32")] * 2], "twice"),
+        ([[Held("optimizer", TensorSlice("t", (0,), (0,)), (8,), "F32")]], "0 boxes"),
     ],
 )
 def test_boxes_that_do_not_make_up_the_tensor_are_refused(ranks: list[list[Held]], words: str) -> None:

@@ -25,7 +25,7 @@ from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.support import (
     CUTS,
     config_file,
-    cut_pieces,
+    cut_shards,
     empty_like,
     model_tensors,
     optimizer_tensors,
@@ -41,20 +41,20 @@ OPERATIONS = ("create", "write", "sync", "sync_folder", "rename", "make_folder",
 def _save(root: Path, step: int, cut: str, seed: int | None = None) -> Path:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seed = step if seed is None else seed
-    model = cut_pieces(model_tensors(seed), CUTS[cut], rank, world_size)
-    optimizer = cut_pieces(optimizer_tensors(seed), CUTS[cut], rank, world_size)
+    model = cut_shards(model_tensors(seed), CUTS[cut], rank, world_size)
+    optimizer = cut_shards(optimizer_tensors(seed), CUTS[cut], rank, world_size)
     return save(root, step, model, optimizer, {"seed": seed}, config_file(root.parent))
 
 
 def _check(folder: Path, cut: str, seed: int) -> None:
-    """This process's pieces, read, equal plain slices of the whole tensors."""
+    """This process's local shards, read, equal plain slices of the whole tensors."""
     reader = CheckpointReader(folder)
     for kind, tensors in (("model", model_tensors(seed)), ("optimizer", optimizer_tensors(seed))):
-        wanted = cut_pieces(tensors, CUTS[cut], dist.get_rank(), dist.get_world_size())
+        wanted = cut_shards(tensors, CUTS[cut], dist.get_rank(), dist.get_world_size())
         got = empty_like(wanted)
         reader.read(got, kind)
         for want, have in zip(wanted, got, strict=True):
-            assert torch.equal(want.tensor, have.tensor), want.box
+            assert torch.equal(want.tensor, have.tensor), want.tensor_slice
         assert sorted(reader.names(kind)) == sorted(tensors)
 
 
@@ -93,7 +93,7 @@ def test_a_missing_file_of_a_rank_is_named_whatever_is_checked(tmp_path: Path) -
         with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: the file is missing"):
             CheckpointReader(folder, verify)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: the file is missing"):
-        CheckpointReader(folder, "off").read(empty_like(cut_pieces(model_tensors(5), CUTS["whole"])), "model")
+        CheckpointReader(folder, "off").read(empty_like(cut_shards(model_tensors(5), CUTS["whole"])), "model")
     assert newest_valid(tmp_path / "checkpoints") is None
 
 
@@ -253,8 +253,8 @@ def _save_until_killed(root: Path, step: int, seed: int, killed_rank: int, after
 
     for name in OPERATIONS:
         setattr(files, name, counted(getattr(files, name)))
-    pieces = cut_pieces(_few(seed), CUTS["rows"], dist.get_rank(), dist.get_world_size())
-    save(root, step, pieces, pieces[:1], {"seed": seed}, config_file(root.parent))
+    shards = cut_shards(_few(seed), CUTS["rows"], dist.get_rank(), dist.get_world_size())
+    save(root, step, shards, shards[:1], {"seed": seed}, config_file(root.parent))
     return count
 
 
@@ -278,7 +278,7 @@ def _seed_of_newest(root: Path, step: int) -> int:
     assert found is not None and found.step <= step
     reader = CheckpointReader(found.path)
     seed = int(reader.state["seed"]) if "seed" in reader.state else found.step
-    wanted = cut_pieces(_few(seed), CUTS["whole"])
+    wanted = cut_shards(_few(seed), CUTS["whole"])
     got = empty_like(wanted)
     reader.read(got, "model")
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(wanted, got, strict=True))

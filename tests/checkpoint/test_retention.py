@@ -12,7 +12,7 @@ from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from tests.checkpoint.support import config_file, flip_bit
 
 
@@ -24,8 +24,8 @@ def root(tmp_path: Path) -> Path:
 
 
 def _save(root: Path, step: int) -> None:
-    piece = Piece(Box.whole("w", (3,)), (3,), torch.full((3,), float(step)))
-    save(root, step, [piece], [], {}, config_file(root.parent))
+    shard = LocalShard(TensorSlice.whole("w", (3,)), (3,), torch.full((3,), float(step)))
+    save(root, step, [shard], [], {}, config_file(root.parent))
 
 
 def _steps(root: Path) -> list[int]:
@@ -86,7 +86,7 @@ def test_a_ruined_step_takes_no_place_is_taken_by_nothing_and_is_forgotten_when_
     assert prune(root, 1) == [10, 20] and _steps(root) == [30, 40, 50, 60]
     _save(root, 60)  # the same content: still ruined
     assert ruined_steps(root) == {50, 60}
-    save(root, 60, [Piece(Box.whole("w", (3,)), (3,), torch.ones(3))], [], {}, config_file(root.parent))
+    save(root, 60, [LocalShard(TensorSlice.whole("w", (3,)), (3,), torch.ones(3))], [], {}, config_file(root.parent))
     assert ruined_steps(root) == {50}
     found = newest_valid(root)
     assert found is not None and found.step == 60

@@ -14,12 +14,12 @@ from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES
 from mgpu_pipe.checkpoint.host import DTYPES, SLICE_BYTES, host_bytes, select
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.support import (
     CUTS,
     config_file,
-    cut_pieces,
+    cut_shards,
     empty_like,
     model_tensors,
     optimizer_tensors,
@@ -49,7 +49,7 @@ def test_the_safetensors_library_loads_the_files(tmp_path: Path) -> None:
     tensors = optimizer_tensors(3)
     assert len(loaded) == len(tensors)
     for name, tensor in tensors.items():
-        assert torch.equal(loaded[Box.whole(name, tuple(tensor.shape)).key], tensor)
+        assert torch.equal(loaded[TensorSlice.whole(name, tuple(tensor.shape)).key], tensor)
 
 
 def test_equal_content_makes_equal_files(tmp_path: Path) -> None:
@@ -66,33 +66,33 @@ def test_any_rank_of_any_cut_reads_its_slices(cut: str, verify: str, tmp_path: P
     reader = CheckpointReader(save_alone(tmp_path / "checkpoints", 3), verify)  # type: ignore[arg-type]
     for kind, tensors in (("model", model_tensors(3)), ("optimizer", optimizer_tensors(3))):
         for rank in range(3):
-            wanted = cut_pieces(tensors, CUTS[cut], rank, 3)
+            wanted = cut_shards(tensors, CUTS[cut], rank, 3)
             got = empty_like(wanted)
             reader.read(got, kind)
             for want, have in zip(wanted, got, strict=True):
-                assert torch.equal(want.tensor, have.tensor), want.box
+                assert torch.equal(want.tensor, have.tensor), want.tensor_slice
 
 
 def test_blocks_of_a_four_dimensional_tensor_agree_with_slicing(tmp_path: Path) -> None:
     value = torch.arange(7 * 6 * 5 * 9, dtype=torch.int64).reshape(7, 6, 5, 9)
-    pieces = [Piece(Box.whole("t", (7, 6, 5, 9)), (7, 6, 5, 9), value)]
-    folder = save(tmp_path / "checkpoints", 1, pieces, [], {}, config_file(tmp_path))
+    shards = [LocalShard(TensorSlice.whole("t", (7, 6, 5, 9)), (7, 6, 5, 9), value)]
+    folder = save(tmp_path / "checkpoints", 1, shards, [], {}, config_file(tmp_path))
     generator = torch.Generator().manual_seed(0)
     for _ in range(60):
         low = [int(torch.randint(n, (), generator=generator)) for n in value.shape]
         room = [n - lo for n, lo in zip(value.shape, low, strict=True)]
         size = [int(torch.randint(1, most + 1, (), generator=generator)) for most in room]
-        box = Box("t", tuple(low), tuple(size))
+        tensor_slice = TensorSlice("t", tuple(low), tuple(size))
         target = torch.zeros(size, dtype=torch.int64)
-        CheckpointReader(folder).read([Piece(box, (7, 6, 5, 9), target)], "model")
-        assert torch.equal(target, select(value, box.offsets, box.shape)), box
+        CheckpointReader(folder).read([LocalShard(tensor_slice, (7, 6, 5, 9), target)], "model")
+        assert torch.equal(target, select(value, tensor_slice.offsets, tensor_slice.shape)), tensor_slice
 
 
 def test_columns_far_apart_and_close_together_are_read(tmp_path: Path) -> None:
     tensors = {"wide": torch.rand(40, 9000), "narrow": torch.rand(70_000, 40)}
-    folder = save(tmp_path / "checkpoints", 1, cut_pieces(tensors, whole), [], {}, config_file(tmp_path))
+    folder = save(tmp_path / "checkpoints", 1, cut_shards(tensors, whole), [], {}, config_file(tmp_path))
     for rank in range(2):
-        wanted = cut_pieces(tensors, CUTS["columns"], rank, 2)
+        wanted = cut_shards(tensors, CUTS["columns"], rank, 2)
         got = empty_like(wanted)
         CheckpointReader(folder).read(got, "model")
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(wanted, got, strict=True))
@@ -103,27 +103,27 @@ def test_columns_far_apart_and_close_together_are_read(tmp_path: Path) -> None:
 
 def test_a_slice_of_rows_reads_its_own_bytes_and_the_header_alone(tmp_path: Path) -> None:
     big = torch.rand(4 * CHUNK_BYTES // 4 // 256, 256)
-    folder = save(tmp_path / "checkpoints", 1, cut_pieces({"w": big}, whole), [], {}, config_file(tmp_path))
+    folder = save(tmp_path / "checkpoints", 1, cut_shards({"w": big}, whole), [], {}, config_file(tmp_path))
     reader = CheckpointReader(folder, "size")
-    box = Box("w", (1000, 0), (2000, 256))
+    tensor_slice = TensorSlice("w", (1000, 0), (2000, 256))
     target = torch.zeros(2000, 256)
-    reader.read([Piece(box, tuple(big.shape), target)], "model")
+    reader.read([LocalShard(tensor_slice, tuple(big.shape), target)], "model")
     assert torch.equal(target, big[1000:3000])
     assert target.nbytes <= reader.bytes_read <= target.nbytes + 400
     full = CheckpointReader(folder, "full")
-    full.read([Piece(box, tuple(big.shape), target)], "model")
+    full.read([LocalShard(tensor_slice, tuple(big.shape), target)], "model")
     assert full.bytes_read == CHUNK_BYTES  # rows 1000 to 3000 and the header lie in the first chunk
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_survives(name: str, tmp_path: Path) -> None:
     value = (torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) * 9).to(DTYPES[name])
-    pieces = [Piece(Box.whole("t", (6, 5)), (6, 5), value), Piece(Box.whole("s", ()), (), value[2, 3])]
-    folder = save(tmp_path / "checkpoints", 1, pieces, [], {}, config_file(tmp_path))
-    got = [Piece(p.box, p.global_shape, torch.zeros_like(p.tensor)) for p in pieces]
+    shards = [LocalShard(TensorSlice.whole("t", (6, 5)), (6, 5), value), LocalShard(TensorSlice.whole("s", ()), (), value[2, 3])]
+    folder = save(tmp_path / "checkpoints", 1, shards, [], {}, config_file(tmp_path))
+    got = [LocalShard(p.tensor_slice, p.global_shape, torch.zeros_like(p.tensor)) for p in shards]
     reader = CheckpointReader(folder)
     reader.read(got, "model")
-    for want, have in zip(pieces, got, strict=True):
+    for want, have in zip(shards, got, strict=True):
         assert have.tensor.reshape(-1).view(torch.uint8).tolist() == want.tensor.reshape(-1).view(torch.uint8).tolist()
     assert reader.dtype("t") == DTYPES[name] and reader.shape("t") == (6, 5) and reader.shape("s") == ()
 
@@ -132,24 +132,24 @@ def test_stored_values_are_converted_to_the_live_dtype(tmp_path: Path) -> None:
     tensors = model_tensors(3)
     reader = CheckpointReader(save_alone(tmp_path / "checkpoints", 3))
     for dtype in (torch.bfloat16, torch.float64):
-        got = cut_pieces({name: torch.zeros_like(t, dtype=dtype) for name, t in tensors.items()}, whole)
+        got = cut_shards({name: torch.zeros_like(t, dtype=dtype) for name, t in tensors.items()}, whole)
         reader.read(got, "model")
-        for piece in got:
-            assert torch.equal(piece.tensor, tensors[piece.box.name].to(dtype))
+        for shard in got:
+            assert torch.equal(shard.tensor, tensors[shard.tensor_slice.name].to(dtype))
 
 
 def test_views_and_parameters_are_saved_and_filled_in_place(tmp_path: Path) -> None:
     base = torch.rand(30, 20)
     parameter = torch.nn.Parameter(torch.rand(8, 4))
-    pieces = [
-        Piece(Box.whole("t", (10, 30)), (10, 30), base.t()[::2]),
-        Piece(Box.whole("p", (8, 4)), (8, 4), parameter),
+    shards = [
+        LocalShard(TensorSlice.whole("t", (10, 30)), (10, 30), base.t()[::2]),
+        LocalShard(TensorSlice.whole("p", (8, 4)), (8, 4), parameter),
     ]
-    folder = save(tmp_path / "checkpoints", 1, pieces, [], {}, config_file(tmp_path))
+    folder = save(tmp_path / "checkpoints", 1, shards, [], {}, config_file(tmp_path))
     other, live = torch.zeros(30, 20), torch.nn.Parameter(torch.zeros(8, 4))
     memory = live.data_ptr()
     CheckpointReader(folder).read(
-        [Piece(pieces[0].box, (10, 30), other.t()[::2]), Piece(pieces[1].box, (8, 4), live)], "model"
+        [LocalShard(shards[0].tensor_slice, (10, 30), other.t()[::2]), LocalShard(shards[1].tensor_slice, (8, 4), live)], "model"
     )
     assert torch.equal(other[:, ::2], base[:, ::2]) and not other[:, 1::2].any()
     assert torch.equal(live, parameter) and live.data_ptr() == memory and live.requires_grad
@@ -161,9 +161,9 @@ def test_a_kernel_that_takes_less_than_it_was_given_is_given_the_rest(
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:70_001]))
     reader = CheckpointReader(save_alone(tmp_path / "checkpoints", 3))
-    got = empty_like(cut_pieces(model_tensors(3), whole))
+    got = empty_like(cut_shards(model_tensors(3), whole))
     reader.read(got, "model")
-    assert all(torch.equal(piece.tensor, model_tensors(3)[piece.box.name]) for piece in got)
+    assert all(torch.equal(shard.tensor, model_tensors(3)[shard.tensor_slice.name]) for shard in got)
 
 
 def test_a_large_view_reaches_the_disk_in_bounded_slices() -> None:
@@ -176,10 +176,10 @@ def test_a_large_view_reaches_the_disk_in_bounded_slices() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tensors_on_the_gpu_are_saved_and_filled_there(tmp_path: Path) -> None:
     base = torch.rand(3000, 2000, device="cuda")
-    pieces = [Piece(Box.whole("t", (2000, 3000)), (2000, 3000), base.t())]
-    folder = save(tmp_path / "checkpoints", 1, pieces, [], {}, config_file(tmp_path))
+    shards = [LocalShard(TensorSlice.whole("t", (2000, 3000)), (2000, 3000), base.t())]
+    folder = save(tmp_path / "checkpoints", 1, shards, [], {}, config_file(tmp_path))
     target = torch.zeros(3000, 2000, device="cuda")
-    CheckpointReader(folder).read([Piece(pieces[0].box, (2000, 3000), target.t())], "model")
+    CheckpointReader(folder).read([LocalShard(shards[0].tensor_slice, (2000, 3000), target.t())], "model")
     assert torch.equal(target, base)
 
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_differences(tmp_path:
     reader = CheckpointReader(save_alone(tmp_path / "checkpoints", 3))
     other = {"qkv.weight": torch.zeros(96, 32), "norm.weight": torch.zeros(34), "head.weight": torch.zeros(2, 2)}
     with pytest.raises(CheckpointError) as caught:
-        reader.read(cut_pieces(other, whole), "model")
+        reader.read(cut_shards(other, whole), "model")
     assert "head.weight is not in the checkpoint" in str(caught.value)
     assert "norm.weight has the shape [33] in the checkpoint and [34] here" in str(caught.value)
     assert not other["qkv.weight"].any()
@@ -197,22 +197,22 @@ def test_a_checkpoint_of_another_model_is_refused_with_all_differences(tmp_path:
 
 
 def test_what_json_cannot_hold_fails_the_save_and_leaves_nothing(tmp_path: Path) -> None:
-    pieces = cut_pieces(model_tensors(), whole)
+    shards = cut_shards(model_tensors(), whole)
     for state in ({"loss": float("nan")}, {"x": object()}, {"step": 2}):
         with pytest.raises(CheckpointSaveError, match="step 1 could not be written"):
-            save(tmp_path / "checkpoints", 1, pieces, [], state, config_file(tmp_path))
+            save(tmp_path / "checkpoints", 1, shards, [], state, config_file(tmp_path))
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_pieces_that_are_not_what_they_say_are_refused(tmp_path: Path) -> None:
-    box = Box.whole("t", (4,))
+    tensor_slice = TensorSlice.whole("t", (4,))
     for tensor, words in (
         (torch.zeros(5), r"shape \[5\]"),
         (torch.zeros(4, device="meta"), "meta"),
         (torch.zeros(4, dtype=torch.complex64), "complex64"),
     ):
         with pytest.raises(CheckpointSaveError, match=words):
-            save(tmp_path / "checkpoints", 1, [Piece(box, (4,), tensor)], [], {}, config_file(tmp_path))
+            save(tmp_path / "checkpoints", 1, [LocalShard(tensor_slice, (4,), tensor)], [], {}, config_file(tmp_path))
 
 
 def test_the_manifest_is_json_that_others_can_read(tmp_path: Path) -> None:

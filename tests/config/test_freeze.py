@@ -12,7 +12,7 @@ import pytest
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.convert import to_plain
-from mgpu_pipe.config.freeze import config_hash, freeze, load, load_foreign, remember
+from mgpu_pipe.config.freeze import config_hash, freeze, load, load_untrusted, remember
 from mgpu_pipe.config.paths import private_folder
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
@@ -96,13 +96,13 @@ def test_a_configuration_is_ones_own_as_it_was_launched(tmp_path: Path, monkeypa
     monkeypatch.setenv("LONG_NAME", "value-of-the-environment")
     path = tmp_path / "config.yaml"
     path.write_text("run: {name: '${oc.env:LONG_NAME}'}\ndata: {text_column: 'a\\${b}'}\n")
-    config, own = load_foreign(path)
+    config, own = load_untrusted(path)
     assert (config.run.name, config.data.text_column, own) == ("${oc.env:LONG_NAME}", "a${b}", False)
     remember(path)
-    config, own = load_foreign(path)
+    config, own = load_untrusted(path)
     assert (str(config.run.name), config.data.text_column, own) == ("value-of-the-environment", "a${b}", True)
     path.write_text(path.read_text() + "seed: 2\n")
-    assert load_foreign(path)[1] is False
+    assert load_untrusted(path)[1] is False
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 

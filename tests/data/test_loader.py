@@ -1,4 +1,4 @@
-"""Batches and windows against slow implementations; the same samples whatever the number of processes."""
+"""Batches and step batches against slow implementations; the same samples whatever the number of processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.encode import EncodedBatch
-from mgpu_pipe.data.loader import evaluation_windows, train_windows
+from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.packing import pack, valid_tokens
 from mgpu_pipe.data.prepare import PreparedData, prepare
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.data.token_store import TokenStore, write_tokens
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config
@@ -94,8 +94,8 @@ def synthetic(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prep
     return run, prepare(run)
 
 
-def _together(windows: list[StepWindow], name: str = "input_ids") -> torch.Tensor:
-    return torch.cat([batch[name] for window in windows for batch in window.micro_batches])
+def _together(step_batches: list[StepBatch], name: str = "input_ids") -> torch.Tensor:
+    return torch.cat([batch[name] for step_batch in step_batches for batch in step_batch.micro_batches])
 
 
 def _padding(dataset: PackedDataset, batch: dict[str, torch.Tensor]) -> int:
@@ -119,33 +119,33 @@ def test_a_step_is_the_same_samples_for_any_number_of_processes(
     # More steps than an epoch has, so that a step crosses its border.
     steps = 2 * len(dataset) // 8 + 2
     plan = BatchPlan(8, ranks, micro)
-    shares = [list(train_windows(run, prepared, plan, rank, 0, steps)) for rank in range(ranks)]
+    shares = [list(train_step_batches(run, prepared, plan, rank, 0, steps)) for rank in range(ranks)]
     assert [len(share) for share in shares] == [steps] * ranks
     for step in range(steps):
-        windows = [share[step] for share in shares]
+        step_batches = [share[step] for share in shares]
         expected = dataset.batch(order.indices(8 * step, 8))
         for name in ("input_ids", "labels", "position_ids"):
-            assert torch.equal(_together(windows, name), expected[name])
-        normalizer = int((expected["labels"] != IGNORE_INDEX).sum())
-        for window in windows:
-            assert (window.step, window.first_sample, window.num_samples) == (step, 8 * step, 8)
-            assert window.normalizer == normalizer
+            assert torch.equal(_together(step_batches, name), expected[name])
+        loss_denominator = int((expected["labels"] != IGNORE_INDEX).sum())
+        for step_batch in step_batches:
+            assert (step_batch.step, step_batch.first_sample, step_batch.num_samples) == (step, 8 * step, 8)
+            assert step_batch.loss_denominator == loss_denominator
             # Padding is the run behind the last document: it alone has no label from its second position on.
-            assert (window.num_tokens, window.padding) == (8 * dataset.seq_len, _padding(dataset, expected))
-            assert [len(batch["labels"]) for batch in window.micro_batches] == [micro] * (8 // ranks // micro)
+            assert (step_batch.num_tokens, step_batch.padding) == (8 * dataset.seq_len, _padding(dataset, expected))
+            assert [len(batch["labels"]) for batch in step_batch.micro_batches] == [micro] * (8 // ranks // micro)
 
 
 def test_a_cursor_goes_on_with_exactly_the_next_sample(synthetic: tuple[RunConfig, PreparedData]) -> None:
     run, prepared = synthetic
     plan = BatchPlan(8, 1, 4)
-    whole = list(train_windows(run, prepared, plan, 0, 0, 30))
-    rest = train_windows(run, prepared, plan, 0, 8 * 11, 30)
+    whole = list(train_step_batches(run, prepared, plan, 0, 0, 30))
+    rest = train_step_batches(run, prepared, plan, 0, 8 * 11, 30)
     assert len(rest) == 19
-    for expected, window in zip(whole[11:], rest, strict=True):
-        assert (window.step, window.first_sample) == (expected.step, expected.first_sample)
-        assert torch.equal(_together([window]), _together([expected]))
-    assert len(train_windows(run, prepared, plan, 0, 8 * 30, 30)) == 0
-    shifted = list(train_windows(run, prepared, plan, 0, 8 * 11 + 3, 13))
+    for expected, step_batch in zip(whole[11:], rest, strict=True):
+        assert (step_batch.step, step_batch.first_sample) == (expected.step, expected.first_sample)
+        assert torch.equal(_together([step_batch]), _together([expected]))
+    assert len(train_step_batches(run, prepared, plan, 0, 8 * 30, 30)) == 0
+    shifted = list(train_step_batches(run, prepared, plan, 0, 8 * 11 + 3, 13))
     assert torch.equal(_together(shifted), _together(whole)[8 * 11 + 3 :][:16])
 
 
@@ -153,20 +153,20 @@ def test_a_step_larger_than_the_data_goes_round(synthetic: tuple[RunConfig, Prep
     run, prepared = synthetic
     size = prepared.train_samples
     dataset = PackedDataset.open(prepared, "train")
-    window = next(iter(train_windows(run, prepared, BatchPlan(2 * size, 1, 1), 0, 0, 1)))
-    both = _together([window])
+    step_batch = next(iter(train_step_batches(run, prepared, BatchPlan(2 * size, 1, 1), 0, 0, 1)))
+    both = _together([step_batch])
     every = dataset.batch(np.arange(size))["input_ids"]
     for epoch in (both[:size], both[size:]):
         assert sorted(epoch.tolist()) == sorted(every.tolist())
     assert not torch.equal(both[:size], both[size:])
-    assert window.normalizer == 2 * prepared.train_tokens
+    assert step_batch.loss_denominator == 2 * prepared.train_tokens
 
 
 def test_another_seed_is_another_order_of_the_same_data(synthetic: tuple[RunConfig, PreparedData]) -> None:
     run, prepared = synthetic
     other = replace(run, seed=run.seed + 1)
     plan = BatchPlan(prepared.train_samples, 1, 1)
-    one, two = (_together(list(train_windows(c, prepared, plan, 0, 0, 1))) for c in (run, other))
+    one, two = (_together(list(train_step_batches(c, prepared, plan, 0, 0, 1))) for c in (run, other))
     assert not torch.equal(one, two)
     assert sorted(one.tolist()) == sorted(two.tolist())
 
@@ -175,13 +175,13 @@ def test_loader_processes_give_the_same_windows(synthetic: tuple[RunConfig, Prep
     run, prepared = synthetic
     plan = BatchPlan(8, 2, 2)
     ahead = replace(run, data=replace(run.data, num_workers=2))
-    here, there = (train_windows(c, prepared, plan, 1, 16, 12) for c in (run, ahead))
+    here, there = (train_step_batches(c, prepared, plan, 1, 16, 12) for c in (run, ahead))
     assert len(here) == len(there) == 10
-    for expected, window in zip(here, there, strict=True):
-        assert (window.step, window.normalizer) == (expected.step, expected.normalizer)
-        assert len(window.micro_batches) == len(expected.micro_batches)
+    for expected, step_batch in zip(here, there, strict=True):
+        assert (step_batch.step, step_batch.loss_denominator) == (expected.step, expected.loss_denominator)
+        assert len(step_batch.micro_batches) == len(expected.micro_batches)
         for name in ("input_ids", "labels", "position_ids"):
-            assert torch.equal(_together([window], name), _together([expected], name))
+            assert torch.equal(_together([step_batch], name), _together([expected], name))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -192,16 +192,16 @@ def test_every_evaluation_takes_the_same_samples_and_deals_out_a_short_last_wind
     plan = BatchPlan(8, ranks, 1)
     assert prepared.validation is not None
     assert prepared.validation.samples > 13
-    shares = [evaluation_windows(prepared, plan, rank) for rank in range(ranks)]
+    shares = [evaluation_step_batches(prepared, plan, rank) for rank in range(ranks)]
     assert [len(share) for share in shares] == [2] * ranks
-    windows = [[share[number] for share in shares] for number in range(2)]
-    assert [[w.num_samples for w in window] for window in windows] == [[8] * ranks, [5] * ranks]
+    step_batches = [[share[number] for share in shares] for number in range(2)]
+    assert [[w.num_samples for w in step_batch] for step_batch in step_batches] == [[8] * ranks, [5] * ranks]
     chosen = PackedDataset.open(prepared, "validation").batch(prepared.evaluated_samples())
-    assert torch.equal(torch.cat([_together(window) for window in windows if window]), chosen["input_ids"])
+    assert torch.equal(torch.cat([_together(step_batch) for step_batch in step_batches if step_batch]), chosen["input_ids"])
     normalizers = [int((labels != IGNORE_INDEX).sum()) for labels in (chosen["labels"][:8], chosen["labels"][8:])]
-    assert [window[0].normalizer for window in windows] == normalizers
+    assert [step_batch[0].loss_denominator for step_batch in step_batches] == normalizers
     assert sum(normalizers) == prepared.validation_tokens
-    counts = [len(window.micro_batches) for window in windows[1]]
+    counts = [len(step_batch.micro_batches) for step_batch in step_batches[1]]
     assert max(counts) - min(counts) <= 1
 
 
@@ -210,4 +210,4 @@ def test_no_held_out_data_is_no_evaluation(synthetic: tuple[RunConfig, PreparedD
     without = replace(run, data=replace(run.data, validation_fraction=0.0))
     prepared = prepare(without)
     assert (prepared.validation, prepared.validation_samples, prepared.unigram_perplexity) == (None, 0, None)
-    assert len(evaluation_windows(prepared, BatchPlan(8, 1, 1), 0)) == 0
+    assert len(evaluation_step_batches(prepared, BatchPlan(8, 1, 1), 0)) == 0

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -65,10 +65,10 @@ def write_run(root: Path, family: str, texts: Path, cache: Path, scale: float = 
     paths.environment.write_text(json.dumps({"created": time.time()}))
     remember(paths.config)
     model = materialise(build_meta(config.model), config.seed, "cpu").eval()
-    pieces = []
+    shards = []
     for name, parameter in model.named_parameters():
         parameter.data.mul_(scale)
         shape = tuple(parameter.shape)
-        pieces.append(Piece(Box.whole(name, shape), shape, parameter.data))
-    save(paths.checkpoints, 3, pieces, [], {"samples": 15}, paths.config)
+        shards.append(LocalShard(TensorSlice.whole(name, shape), shape, parameter.data))
+    save(paths.checkpoints, 3, shards, [], {"samples": 15}, paths.config)
     return model

@@ -13,14 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.inference.export import _put_in_place, export_folder
 from mgpu_pipe.inference.load import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
-from mgpu_pipe.inference.streaming import logits_by_blocks
+from mgpu_pipe.inference.streaming import streamed_logits
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.save import saved_groups
 from mgpu_pipe.parallel.memory import AllocationWatch
@@ -117,7 +117,7 @@ def test_logits_by_blocks_are_the_whole_models_and_leave_it_on_meta(family: str)
         twin.get_submodule(module)._parameters[attribute] = parameter
     twin.tie_weights()
     ids = torch.arange(24).reshape(2, 12)
-    assert torch.equal(logits_by_blocks(twin, read_from(model), ids, torch.float32), model(ids).logits)
+    assert torch.equal(streamed_logits(twin, read_from(model), ids, torch.float32), model(ids).logits)
     assert all(parameter.is_meta for parameter in twin.parameters())
 
 
@@ -127,8 +127,8 @@ def run_of(folder: Path, family: str, **config: object) -> Path:
     folder.mkdir()
     freeze(run, folder / "config.yaml")
     model = materialise(build_meta(run.model), 1, "cpu")
-    pieces = [Piece(Box.whole(name, tuple(p.shape)), tuple(p.shape), p.data) for name, p in model.named_parameters()]
-    save(folder / "checkpoints", 3, pieces, [], {}, folder / "config.yaml")
+    shards = [LocalShard(TensorSlice.whole(name, tuple(p.shape)), tuple(p.shape), p.data) for name, p in model.named_parameters()]
+    save(folder / "checkpoints", 3, shards, [], {}, folder / "config.yaml")
     return folder
 
 
@@ -142,7 +142,7 @@ def test_neither_writing_nor_running_ever_holds_the_model(family: str, tmp_path:
         write_model_folder(stored.model, stored.read, tmp_path / "out", torch.float32)
     assert writing.peak <= 3 * max(parameters) + 100_000 < sum(parameters) / 2
     with AllocationWatch() as running:
-        logits_by_blocks(stored.model, stored.read, torch.zeros(1, 4, dtype=torch.long), torch.float32)
+        streamed_logits(stored.model, stored.read, torch.zeros(1, 4, dtype=torch.long), torch.float32)
     assert running.peak <= sum(parameters) / 2
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.router_loss import RouterLoss, router_modules
@@ -42,8 +42,8 @@ def labelled(samples: int = 8) -> Batch:
     return batch
 
 
-def window_of(batch: Batch, micro_batches: list[Batch]) -> StepWindow:
-    return StepWindow(0, 0, len(batch["labels"]), micro_batches, valid_tokens(batch))
+def step_batch_of(batch: Batch, micro_batches: list[Batch]) -> StepBatch:
+    return StepBatch(0, 0, len(batch["labels"]), micro_batches, valid_tokens(batch))
 
 
 def direct(model: Any, batch: Batch) -> torch.Tensor:
@@ -72,13 +72,13 @@ def reference(name: str, batch: Batch) -> tuple[float, float, Gradients]:
     return loss.item(), auxiliary.item(), gradients
 
 
-def stepped(objective: CausalLMObjective, window: StepWindow, scale: float = 1.0) -> torch.Tensor:
-    """The window's sum of losses; gradients accumulate as a strategy lets them."""
+def stepped(objective: CausalLMObjective, step_batch: StepBatch, scale: float = 1.0) -> torch.Tensor:
+    """The step batch's sum of losses; gradients accumulate as a strategy lets them."""
     total = torch.zeros((), dtype=torch.float64)
-    objective.start_window(window)
-    for micro_batch in window.micro_batches:
+    objective.start_step(step_batch)
+    for micro_batch in step_batch.micro_batches:
         loss = objective.micro_batch_loss(micro_batch)
-        loss.backward(torch.full_like(loss, scale / window.normalizer))
+        loss.backward(torch.full_like(loss, scale / step_batch.loss_denominator))
         total += loss.detach()
     return total
 
@@ -109,14 +109,14 @@ def test_loss_and_gradients_are_the_same_for_any_cut(micro_batch_size: int, chec
     model = whole_model("mixtral")
     apply_activation_checkpointing(model, checkpointing)
     count = 8 // micro_batch_size
-    window = window_of(batch, [share(batch, number, count) for number in range(count)])
-    total = stepped(objective_of(model), window)
+    step_batch = step_batch_of(batch, [share(batch, number, count) for number in range(count)])
+    total = stepped(objective_of(model), step_batch)
     # The value is the token loss alone.
-    assert abs(total.item() / window.normalizer / loss - 1) < 1e-6
+    assert abs(total.item() / step_batch.loss_denominator / loss - 1) < 1e-6
     found = summed_gradients(model, None, None)
     assert worst_error(found, expected)[0] < 1
     without = whole_model("mixtral")
-    stepped(CausalLMObjective(without, None, lambda step: 1.0, 7), window)
+    stepped(CausalLMObjective(without, None, lambda step: 1.0, 7), step_batch)
     assert worst_error(summed_gradients(without, None, None), expected)[0] > 1000
 
 
@@ -125,10 +125,10 @@ def test_a_loss_scale_reaches_it_and_evaluation_leaves_it_out() -> None:
     _, __, expected = reference("mixtral", batch)
     model = whole_model("mixtral")
     objective = objective_of(model)
-    window = window_of(batch, [batch])
+    step_batch = step_batch_of(batch, [batch])
     with torch.no_grad():
         plain = objective.micro_batch_loss(batch)
-    total = stepped(objective, window, scale=1024.0)
+    total = stepped(objective, step_batch, scale=1024.0)
     assert total.item() == plain.item()
     scaled = {name: gradient * 1024 for name, gradient in expected.items()}
     assert worst_error(summed_gradients(model, None, None), scaled)[0] < 1
@@ -139,7 +139,7 @@ def test_attached_to_an_output_it_gives_the_same_gradients() -> None:
     _, __, expected = reference("mixtral", batch)
     model = whole_model("mixtral")
     loss = RouterLoss(model, COEFFICIENT)
-    loss.start_window(valid_tokens(batch), 8)
+    loss.start_step(valid_tokens(batch), 8)
     with loss.collecting():
         output = loss.attached(loss_sum(model, batch), batch["labels"], 1.0)
     output.backward(torch.full_like(output, 1 / valid_tokens(batch)))
@@ -156,11 +156,11 @@ def _expert_parallel() -> dict[str, Any]:
     apply_activation_checkpointing(model, "full")
     fill_like_whole(model, "qwen3_moe")
     mine = share(batch, rank, world)
-    window = window_of(batch, [share(mine, number, 2) for number in range(2)])
-    total = stepped(objective, window)
+    step_batch = step_batch_of(batch, [share(mine, number, 2) for number in range(2)])
+    total = stepped(objective, step_batch)
     dist.all_reduce(total)
     found = summed_gradients(model, dist.group.WORLD, None)
-    return {"worst": worst_error(found, expected), "loss": abs(total.item() / window.normalizer / loss - 1)}
+    return {"worst": worst_error(found, expected), "loss": abs(total.item() / step_batch.loss_denominator / loss - 1)}
 
 
 def test_it_is_the_same_with_experts_on_two_ranks() -> None:
@@ -180,11 +180,11 @@ def _cut_sequences(kind: str) -> dict[str, Any]:
     rank, batch = dist.get_rank(), labelled()
     world = dist.group.WORLD
     expected_model = position_wise(whole_model("mixtral"))
-    stepped(objective_of(expected_model), window_of(batch, [batch]))
+    stepped(objective_of(expected_model), step_batch_of(batch, [batch]))
     expected = {n: p.grad for n, p in expected_model.named_parameters() if p.grad is not None}
     model = position_wise(whole_model("mixtral"))
     loss = RouterLoss(model, COEFFICIENT)
-    loss.start_window(valid_tokens(batch), 8)
+    loss.start_step(valid_tokens(batch), 8)
     half = {name: value.chunk(2, dim=1)[rank] for name, value in batch.items()}
     if kind == "context":
         loss.reduce_over([world])

@@ -17,7 +17,7 @@ from mgpu_pipe.models.parts import fill_parameters
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
 from mgpu_pipe.parallel.pipeline_balance import layer_costs
-from tests.support.tiny import MODELS, SEQ_LEN, window
+from tests.support.tiny import MODELS, SEQ_LEN, step_batch
 
 CPU = torch.device("cpu")
 SEED = 5
@@ -75,13 +75,13 @@ def expected(
     losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        one = window(step, 0, 1, micro_batch_size)
+        one = step_batch(step, 0, 1, micro_batch_size)
         total = 0.0
         for batch in one.micro_batches:
             loss = objective.micro_batch_loss(batch)
-            loss.backward(torch.full_like(loss, 1 / one.normalizer))
+            loss.backward(torch.full_like(loss, 1 / one.loss_denominator))
             total += loss.item()
-        losses.append(total / one.normalizer)
+        losses.append(total / one.loss_denominator)
         gradients.append({name: p.grad.clone() for name, p in built.named_parameters()})
         if lr is not None:
             optimizer.step()

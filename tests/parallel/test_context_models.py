@@ -35,7 +35,7 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def micro_batches(length: int) -> list[dict[str, torch.Tensor]]:
-    """Of packed rows, the last row one document; ``length`` at most that of the window."""
+    """Of packed rows, the last row one document; ``length`` at most that of the step batch."""
     batch = {name: value[:, :length].clone() for name, value in global_batch(0, MICRO_BATCHES * ROWS).items()}
     batch["position_ids"][-1] = torch.arange(length)
     return [{name: value[at : at + ROWS] for name, value in batch.items()} for at in range(0, 8, ROWS)]
@@ -194,8 +194,8 @@ def refused(config: ModelConfig) -> str:
 
 
 def test_attention_that_is_not_computed_is_refused() -> None:
-    window = ModelConfig(name="m", type="mistral", config={**MODELS["llama"].config, "sliding_window": 8})
-    assert "sliding_window=8" in run_processes(2, refused, window)[0]
+    step_batch = ModelConfig(name="m", type="mistral", config={**MODELS["llama"].config, "sliding_window": 8})
+    assert "sliding_window=8" in run_processes(2, refused, step_batch)[0]
     capped = ModelConfig(name="g", type="gemma2", config={**MODELS["llama"].config, "head_dim": 8})
     assert "softcap" in run_processes(2, refused, capped)[0]
     dropping = ModelConfig(name="l", type="llama", config={**MODELS["llama"].config, "attention_dropout": 0.1})

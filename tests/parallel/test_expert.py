@@ -112,13 +112,13 @@ def within_bounds(results: list[dict[str, Any]]) -> None:
 def test_loss_and_every_gradient_are_those_of_one_process(name: str, size: int) -> None:
     results = run_processes(size, trained, name, {"dp_shard": size, "ep": size}, {})
     within_bounds(results)
-    slots = 8 * LENGTH * MIXTURES[name].config["num_experts_per_tok"]
+    assignments = 8 * LENGTH * MIXTURES[name].config["num_experts_per_tok"]
     for result in results:
         assert result["load"].dropped == 0 and result["load"].max_over_mean > 1
-        assert [sum(layer) for layer in result["load"].slots] == [slots, slots]
+        assert [sum(layer) for layer in result["load"].assignments] == [assignments, assignments]
         assert result["again"].max_over_mean == 0
     ranges = [result["owned"]["model.layers.1.mlp.experts.down_proj"] for result in results]
-    each = len(results[0]["load"].slots[0]) // size
+    each = len(results[0]["load"].assignments[0]) // size
     assert ranges == [((rank * each, (rank + 1) * each),) for rank in range(size)]
 
 
@@ -136,7 +136,7 @@ def test_it_composes_with_data_and_tensor_parallelism(sizes: dict[str, int], opt
     within_bounds(results)
     for result in results:
         assert result["load"].dropped == 0
-        assert [sum(layer) for layer in result["load"].slots] == [8 * LENGTH * 2] * 2
+        assert [sum(layer) for layer in result["load"].assignments] == [8 * LENGTH * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_recomputed_blocks_and_the_plain_loop_over_experts(options: dict[str, An
     results = run_processes(2, trained, "qwen3_moe", {"dp_shard": 2, "ep": 2}, options)
     within_bounds(results)
     # Counted once, although blocks are computed twice.
-    assert [sum(layer) for layer in results[0]["load"].slots] == [8 * LENGTH * 3] * 2
+    assert [sum(layer) for layer in results[0]["load"].assignments] == [8 * LENGTH * 3] * 2
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -154,7 +154,7 @@ def test_a_rank_whose_experts_get_no_token_takes_part(checkpointing: str) -> Non
     options = {"uneven": True, "checkpointing": checkpointing}
     results = run_processes(4, trained, "mixtral", {"dp_shard": 4, "ep": 4}, options)
     within_bounds(results)  # also that unused experts have gradients of zero, as in one process
-    assert results[0]["load"].slots == [[8 * LENGTH, 8 * LENGTH, 0, 0]] * 2
+    assert results[0]["load"].assignments == [[8 * LENGTH, 8 * LENGTH, 0, 0]] * 2
     assert results[0]["load"].max_over_mean == 2
 
 

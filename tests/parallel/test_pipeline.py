@@ -1,4 +1,4 @@
-"""Oracle: the same model, window and optimizer in one process; the bounds of mgpu_pipe.verify.bounds."""
+"""Oracle: the same model, step batch and optimizer in one process; the bounds of mgpu_pipe.verify.bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tests.parallel.pipeline_support import build, expected, gradients_of, model_of, worst_error
 from tests.support.processes import run_processes
-from tests.support.tiny import window
+from tests.support.tiny import step_batch
 
 pytestmark = pytest.mark.slow
 
@@ -18,14 +18,14 @@ LR, STEPS = 3e-4, 3
 
 
 def steps_of(model_name: str, layers: int, schedule: str, steps: int) -> dict[str, Any]:
-    """AdamW steps of packed windows with uneven masks; this rank's losses, and every step's gradients."""
+    """AdamW steps of packed step batches with uneven masks; this rank's losses, and every step's gradients."""
     model, pipeline = build(model_of(model_name, layers), schedule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     losses, gradients = [], []
     for step in range(steps):
         optimizer.zero_grad()
-        one = window(step, 0, 1, 1)
-        losses.append(float(pipeline.run_window(one.micro_batches, one.normalizer)) / one.normalizer)
+        one = step_batch(step, 0, 1, 1)
+        losses.append(float(pipeline.run_step_batch(one.micro_batches, one.loss_denominator)) / one.loss_denominator)
         pipeline.reduce_tied_gradients()
         gradients.append(gradients_of(model))
         optimizer.step()

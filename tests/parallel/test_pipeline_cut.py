@@ -16,7 +16,7 @@ from mgpu_pipe.models.plans import decoder_blocks, sharding_units
 from mgpu_pipe.models.stage_parts import STAGE_PARTS
 from mgpu_pipe.parallel.pipeline_stages import cut_stages, tied_parameter
 from tests.parallel.pipeline_support import CPU, gradients_of, model_of, objective_of, whole_model, worst_error
-from tests.support.tiny import COMMON, window
+from tests.support.tiny import COMMON, step_batch
 
 LOOP, V, LINE = ((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))
 LAYERS = (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
@@ -67,11 +67,11 @@ def parts_of(
 @pytest.mark.parametrize("model_type", sorted(STAGE_PARTS))
 def test_stages_one_after_the_other_are_the_whole_model(model_type: str, ranks: tuple[tuple[int, ...], ...]) -> None:
     model = family(model_type)
-    one = window(0, 0, 1, 8)
+    one = step_batch(0, 0, 1, 8)
     batch = one.micro_batches[0]
     whole = whole_model(model)
     loss0 = objective_of(whole, 0).micro_batch_loss(batch)
-    (loss0 / one.normalizer).backward()
+    (loss0 / one.loss_denominator).backward()
     models, views, objectives = parts_of(model, ranks)
     hidden = None
     for stage in range(3):
@@ -79,7 +79,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type: str, ranks: 
     with views[3].shown(hidden):
         loss = objectives[3].micro_batch_loss(batch)
     assert abs(float(loss.detach()) / float(loss0.detach()) - 1) < 1e-6
-    (loss / one.normalizer).backward()
+    (loss / one.loss_denominator).backward()
     found = [gradients_of(cut) for cut in models]
     ends = [tied_parameter(cut) for cut in models]
     tied = [parameter for end in ends if end is not None for parameter in [end[1]]]
@@ -113,7 +113,7 @@ def test_a_tied_head_on_another_rank_is_a_copy_that_is_not_owned() -> None:
 def test_documents_stay_apart_in_every_stage() -> None:
     """Other tokens in a row's first document change nothing in its second one."""
     _, views, _ = parts_of(model_of("llama", 6), LINE)
-    batch = window(0, 0, 1, 8).micro_batches[0]
+    batch = step_batch(0, 0, 1, 8).micro_batches[0]
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     starts = [int((row[1:] == 0).nonzero()[0]) + 1 for row in batch["position_ids"]]
     for row, start in enumerate(starts):

@@ -33,7 +33,7 @@ from tests.parallel.pipeline_support import (
     worst_error,
 )
 from tests.support.processes import _entry, preloaded, run_processes
-from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch, window
+from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch, step_batch
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +48,13 @@ def micro_batches_of(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def evaluated(model_name: str, layers: int) -> dict[str, Any]:
-    """Losses of evaluation windows, and logits, by schedule; a training window between them."""
+    """Losses of evaluation step batches, and logits, by schedule; a training step batch between them."""
     result: dict[str, Any] = {}
     for schedule in SCHEDULES:
         model, pipeline = build(model_of(model_name, layers), schedule)
         losses = [float(pipeline.run_evaluation(micro_batches_of(count))) for count in COUNTS]
-        one = window(0, 0, 1, 1)
-        trained = float(pipeline.run_window(one.micro_batches, one.normalizer))
+        one = step_batch(0, 0, 1, 1)
+        trained = float(pipeline.run_step_batch(one.micro_batches, one.loss_denominator))
         after = [float(pipeline.run_evaluation(micro_batches_of(count))) for count in COUNTS]
         logits = pipeline.logits(micro_batches_of(1)[0], VOCABULARY)
         graphs = [p.grad is not None for p in model.parameters()]
@@ -115,8 +115,8 @@ def most_alive(schedules: list[str]) -> dict[str, tuple[int, list[int]]]:
         for view in pipeline.views.values():
             name = f"model.layers.{view.layers[0]}"
             view.model.get_submodule(name).register_forward_hook(hold)
-        one = window(0, 0, 1, 1)
-        pipeline.run_window(one.micro_batches, one.normalizer)
+        one = step_batch(0, 0, 1, 1)
+        pipeline.run_step_batch(one.micro_batches, one.loss_denominator)
         buffers = [info.buffer for stage in pipeline.stages for by_chunk in (stage.args_recv_info, stage.grad_recv_info)
                    for infos in by_chunk.values() for info in infos]  # fmt: skip
         assert not any(buffer is not None for buffer in buffers)
@@ -155,14 +155,14 @@ def sharded(model_name: str, layers: int, schedules: list[str]) -> dict[str, Any
         fill_parameters(built, part, CPU)
         materialise_buffers(built, recipe_of(built), CPU)
         pipeline = Pipeline(plan, views, group, CPU, objective.micro_batch_loss)
-        one = window(0, shard, 2, 1)
+        one = step_batch(0, shard, 2, 1)
         losses = []
-        for _ in range(2):  # gradients of two windows are no sum: they are cleared in between
+        for _ in range(2):  # gradients of two step batches are no sum: they are cleared in between
             for parameter in built.parameters():
                 parameter.grad = None
-            loss = pipeline.run_window(one.micro_batches, one.normalizer)
+            loss = pipeline.run_step_batch(one.micro_batches, one.loss_denominator)
             dist.all_reduce(loss)
-            losses.append(float(loss) / one.normalizer)
+            losses.append(float(loss) / one.loss_denominator)
             pipeline.reduce_tied_gradients()
         gradients = {name: (whole, owned, gradient.full_tensor())
                      for name, (whole, owned, gradient) in gradients_of(built).items()}  # fmt: skip
@@ -186,16 +186,16 @@ TIMEOUT_S = 15
 
 
 def dies_or_waits(schedule: str, folder: str) -> None:
-    """Rank 1 is gone in its second window; the others note how long they took to notice, and how they did."""
+    """Rank 1 is gone in its second step batch; the others note how long they took to notice, and how they did."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
     _, pipeline = build(model_of("llama", 8), schedule)
-    one = window(0, 0, 1, 1)
-    pipeline.run_window(one.micro_batches, one.normalizer)
+    one = step_batch(0, 0, 1, 1)
+    pipeline.run_step_batch(one.micro_batches, one.loss_denominator)
     if dist.get_rank() == 1:
         Path(folder, "died").touch()
         os._exit(9)
     try:
-        pipeline.run_window(one.micro_batches, one.normalizer)
+        pipeline.run_step_batch(one.micro_batches, one.loss_denominator)
     except RuntimeError as error:
         took = time.time() - Path(folder, "died").stat().st_mtime
         Path(folder, f"rank-{dist.get_rank()}").write_text(f"{took} {error}")
@@ -239,9 +239,9 @@ def what_a_stage_raises(schedule: str) -> str:
         raise MemoryError("the stage's own")
 
     pipeline._in_stage = fail
-    one = window(0, 0, 1, 1)
+    one = step_batch(0, 0, 1, 1)
     try:
-        pipeline.run_window(one.micro_batches, one.normalizer)
+        pipeline.run_step_batch(one.micro_batches, one.loss_denominator)
     except MemoryError as error:
         return str(error)
     return "nothing"
@@ -254,13 +254,13 @@ def test_what_a_stage_raises_comes_as_it_is(schedule: str) -> None:
 
 def cut_by_hand() -> tuple[int, float]:
     model, pipeline = build(model_of("llama", 4), "1f1b", [3, 1])
-    one = window(0, 0, 1, 1)
-    loss = float(pipeline.run_window(one.micro_batches, one.normalizer))
+    one = step_batch(0, 0, 1, 1)
+    loss = float(pipeline.run_step_batch(one.micro_batches, one.loss_denominator))
     return len({name.split(".")[2] for name, _ in model.named_parameters() if ".layers." in name}), loss
 
 
 def test_stages_by_hand_hold_what_was_said() -> None:
-    one = window(0, 0, 1, 1)
+    one = step_batch(0, 0, 1, 1)
     objective = objective_of(whole_model(model_of("llama", 4)), 0)
     with torch.no_grad():
         expected = sum(float(objective.micro_batch_loss(batch)) for batch in one.micro_batches)
@@ -274,8 +274,8 @@ def test_labels_that_count_nothing_give_a_loss_of_zero_and_no_gradient() -> None
 
 def unlabelled() -> tuple[float, float]:
     model, pipeline = build(model_of("gpt2", 4), "1f1b")
-    one = window(0, 0, 1, 2)
+    one = step_batch(0, 0, 1, 2)
     batches = [{**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)} for batch in one.micro_batches]
-    loss = float(pipeline.run_window(batches, 1))
+    loss = float(pipeline.run_step_batch(batches, 1))
     pipeline.reduce_tied_gradients()
     return loss, max(float(gradient.abs().max()) for _, _, gradient in gradients_of(model).values())

@@ -19,9 +19,9 @@ from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard, reshard_
 from mgpu_pipe.parallel.memory import ForwardMeter
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
-from tests.support.filling import assembled, fill, owned_pieces
+from tests.support.filling import assembled, fill, owned_shards
 from tests.support.processes import run_processes
-from tests.support.tiny import MODELS, SEQ_LEN, global_batch, plain_steps, window
+from tests.support.tiny import MODELS, SEQ_LEN, global_batch, plain_steps, step_batch
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def step_of(
     checkpointing: str = "none",
     loss_head_first: bool = True,
 ) -> dict[str, Any]:
-    """One window, its samples cut over what ``tp`` leaves of the world; loss, and this rank's pieces of gradients."""
+    """One step batch, its samples cut over what ``tp`` leaves of the world; loss, and this rank's local shards of gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp_shard", "tp"))
     group, dp = mesh["tp"].get_group(), mesh["dp_shard"]
     model = build_meta(config)
@@ -88,11 +88,11 @@ def step_of(
     root = apply_fully_shard(model, dp, "fp32", ShardingOptions()) if dp.size() > 1 else None
     fill(model, weights)
     objective = before or CausalLMObjective(model, None, lambda step: 1.0, chunk)
-    step = window(0, dp.get_local_rank(), dp.size(), 2)
+    step = step_batch(0, dp.get_local_rank(), dp.size(), 2)
     loss_sum = torch.zeros((), dtype=torch.float64)
     for micro_batch in step.micro_batches:
         loss = objective.micro_batch_loss(micro_batch)
-        loss.backward(torch.full_like(loss, 1.0 / step.normalizer))
+        loss.backward(torch.full_like(loss, 1.0 / step.loss_denominator))
         loss_sum += loss.detach()
     dist.all_reduce(loss_sum, group=dp.get_group())
     if root is not None:
@@ -101,8 +101,8 @@ def step_of(
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     plain = {} if dp.size() > 1 else {name: gradient.clone() for name, gradient in gradients.items()}
     return {
-        "loss": float(loss_sum) / step.normalizer,
-        "pieces": owned_pieces(model, gradients),
+        "loss": float(loss_sum) / step.loss_denominator,
+        "pieces": owned_shards(model, gradients),
         "gradients": {(name, layouts_of(model)[name].ranges): gradient for name, gradient in plain.items()},
     }
 
@@ -120,7 +120,7 @@ def compare(case: str, results: list[dict[str, Any]], expected: dict[str, Any]) 
     for result in results:
         assert abs(result["loss"] / expected["losses"][0] - 1) < 1e-5
         assert result["loss"] == results[0]["loss"]
-    whole = assembled((piece for result in results for piece in result["pieces"]), expected["gradients"])
+    whole = assembled((shard for result in results for shard in result["pieces"]), expected["gradients"])
     error, name = worst(whole, expected["gradients"])
     print(f"{case}: error over bound {error:.4f} ({name})")
     assert error < 1, name
@@ -207,7 +207,7 @@ def _activation_bytes(tp: int, sequence_parallel: bool) -> list[int]:
         apply_tensor_parallel(model, group, sequence_parallel=sequence_parallel)
         fill(model, _Ones(model))
         objective = CausalLMObjective(model, None, lambda step: 1.0, 7)
-        (micro_batch,) = window(0, 0, 4, 2).micro_batches
+        (micro_batch,) = step_batch(0, 0, 4, 2).micro_batches
         with ForwardMeter(CPU) as meter:
             loss = objective.micro_batch_loss(micro_batch)
         found.append(meter.left_bytes())

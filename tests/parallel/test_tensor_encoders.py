@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from tests.parallel.test_tensor import worst
-from tests.support.filling import assembled, owned_pieces
+from tests.support.filling import assembled, owned_shards
 from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def in_parallel(name: str) -> dict[str, Any]:
     loss = backward(name, model)
     reduce_replicated_gradients(model, group)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss, "pieces": owned_pieces(model, gradients)}
+    return {"loss": loss, "pieces": owned_shards(model, gradients)}
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -92,10 +92,10 @@ def test_every_gradient_is_that_of_one_process(name: str) -> None:
     loss = backward(name, model)
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     results = run_processes(2, in_parallel, name)
-    gradients = assembled((piece for result in results for piece in result["pieces"]), expected)
+    gradients = assembled((shard for result in results for shard in result["pieces"]), expected)
     for result in results:
         assert abs(result["loss"] / loss - 1) < 1e-5
-    cut = {piece[0] for piece in results[0]["pieces"] if piece[2].shape != expected[piece[0]].shape}
+    cut = {shard[0] for shard in results[0]["pieces"] if shard[2].shape != expected[shard[0]].shape}
     assert len(cut) > 8
     error, where = worst(gradients, expected)
     print(f"{name}: error over bound {error:.4f} ({where})")

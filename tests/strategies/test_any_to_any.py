@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
@@ -71,11 +71,11 @@ def case_of(model: str, steps: int, way: Way) -> Case:
 
 
 def write(strategy: Any, folder: str) -> None:
-    pieces = strategy.model_pieces(), strategy.optimizer_pieces()
+    shards = strategy.model_shards(), strategy.optimizer_shards()
     Path(folder).mkdir(parents=True, exist_ok=True)
     config = Path(folder) / f"config-{dist.get_rank()}.yaml"
     config.write_text("seed: 5\n")
-    save(Path(folder), BEFORE, *pieces, {"step": BEFORE}, config)
+    save(Path(folder), BEFORE, *shards, {"step": BEFORE}, config)
 
 
 def first(folder: str) -> None:
@@ -108,13 +108,13 @@ def goes_on(name: str, source: str, target: str, extension: str | None) -> list[
 def contents(folder: Path) -> dict[str, torch.Tensor]:
     reader, found = CheckpointReader(folder / f"step-{BEFORE:08d}"), {}
     for kind in ("model", "optimizer"):
-        pieces = [
-            Piece(Box.whole(name, reader.shape(name)), reader.shape(name),
+        shards = [
+            LocalShard(TensorSlice.whole(name, reader.shape(name)), reader.shape(name),
                   torch.empty(reader.shape(name), dtype=reader.dtype(name)))
             for name in reader.names(kind)
         ]  # fmt: skip
-        reader.read(pieces, kind)
-        found.update({f"{kind}/{piece.box.name}": piece.tensor for piece in pieces})
+        reader.read(shards, kind)
+        found.update({f"{kind}/{shard.tensor_slice.name}": shard.tensor for shard in shards})
     return found
 
 

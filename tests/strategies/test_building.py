@@ -17,7 +17,7 @@ from mgpu_pipe.parallel.memory import AllocationWatch
 from mgpu_pipe.strategies.base import Materialise
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
-from mgpu_pipe.strategies.mesh_split import SplitModel, SplitOptions
+from mgpu_pipe.strategies.parallel_model import ParallelModel, ParallelOptions
 from mgpu_pipe.strategies.zero_build import equal_part
 from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -88,7 +88,7 @@ def built(source: ModelConfig) -> dict[str, int]:
     objective = CausalLMObjective(model, None, lambda step: 1.0, 7)
     dims = ParallelDims(dp_shard=dist.get_world_size())
     with AllocationWatch() as watch:
-        SplitModel(objective, dims, CPU, SplitOptions(), filling(source))
+        ParallelModel(objective, dims, CPU, ParallelOptions(), filling(source))
     shard = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
     return {"whole": whole, "largest": largest, "shard": shard, "peak": watch.peak, "one": watch.largest}
 

@@ -42,10 +42,10 @@ def saved(model: str, dims: ParallelDims, folder: str) -> None:
 
 def save_case(case: Case, dims: ParallelDims, folder: str) -> None:
     def keep(strategy: Any) -> None:
-        pieces = strategy.model_pieces(), strategy.optimizer_pieces()
+        shards = strategy.model_shards(), strategy.optimizer_shards()
         config = Path(folder) / f"config-{dist.get_rank()}.yaml"
         config.write_text("seed: 5\n")
-        save(Path(folder), BEFORE, *pieces, {"step": BEFORE}, config)
+        save(Path(folder), BEFORE, *shards, {"step": BEFORE}, config)
 
     trained(case, dims, on_end=keep)
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.host import select
-from mgpu_pipe.checkpoint.tensor_slices import Piece, tiling_fault
-from mgpu_pipe.data.step_batch import ListedWindows
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, tiling_fault
+from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
@@ -31,7 +31,7 @@ from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_mesh import STEPS, adamw, oracle, relative, whole
 from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.processes import run_processes
-from tests.support.tiny import MODELS, window
+from tests.support.tiny import MODELS, step_batch
 
 pytestmark = pytest.mark.slow
 
@@ -39,27 +39,27 @@ CPU = torch.device("cpu")
 Parts = list[tuple[Any, tuple[int, ...], torch.Tensor]]
 
 
-def parts(pieces: list[Piece]) -> Parts:
-    """Copies of a rank's pieces, to travel to the test."""
-    return [(piece.box, piece.global_shape, piece.tensor.clone()) for piece in pieces]
+def parts(shards: list[LocalShard]) -> Parts:
+    """Copies of a rank's local shards, to travel to the test."""
+    return [(shard.tensor_slice, shard.global_shape, shard.tensor.clone()) for shard in shards]
 
 
 def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's pieces, which must tile them; equal boxes on several ranks must be equal."""
-    boxes: dict[str, dict[Any, torch.Tensor]] = {}
+    """Whole tensors from every rank's local shards, which must tile them; equal tensor slices on several ranks must be equal."""
+    tensor_slices: dict[str, dict[Any, torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for pieces in ranks:
-        for box, shape, values in pieces:
-            held = boxes.setdefault(box.name, {})
-            assert box not in held or torch.equal(held[box], values), box
-            held[box] = values
-            shapes[box.name] = shape
+    for shards in ranks:
+        for tensor_slice, shape, values in shards:
+            held = tensor_slices.setdefault(tensor_slice.name, {})
+            assert tensor_slice not in held or torch.equal(held[tensor_slice], values), tensor_slice
+            held[tensor_slice] = values
+            shapes[tensor_slice.name] = shape
     found: dict[str, torch.Tensor] = {}
-    for name, held in boxes.items():
+    for name, held in tensor_slices.items():
         assert tiling_fault(shapes[name], list(held)) is None, name
         found[name] = torch.zeros(shapes[name])
-        for box, values in held.items():
-            select(found[name], box.offsets, box.shape).copy_(values)
+        for tensor_slice, values in held.items():
+            select(found[name], tensor_slice.offsets, tensor_slice.shape).copy_(values)
     return found
 
 
@@ -71,20 +71,20 @@ class Watch(pl.Callback):
         self.poison = poison
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.initial = parts(trainer.strategy.model_pieces())
+        self.initial = parts(trainer.strategy.model_shards())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch.step == self.poison and trainer.strategy.global_rank == 1:
-            for piece in trainer.strategy.model_pieces():
-                piece.tensor.fill_(float("nan"))
+            for shard in trainer.strategy.model_shards():
+                shard.tensor.fill_(float("nan"))
         if batch.step == self.poison:
-            trainer.strategy.pieces_written()
+            trainer.strategy.shards_written()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.rows.append((outputs["result"].loss, outputs["result"].gradient_norm))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.gradients = parts(trainer.strategy.gradient_pieces())
+        self.gradients = parts(trainer.strategy.gradient_shards())
 
 
 def trained(
@@ -120,13 +120,13 @@ def trained(
     )  # fmt: skip
     quiet_signals(trainer)
     try:
-        windows = [window(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]
-        trainer.fit(objective, ListedWindows(windows))
+        step_batches = [step_batch(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]
+        trainer.fit(objective, ListedStepBatches(step_batches))
     except (NonFiniteStep, ConfigError) as error:
         return {"error": str(error), "steps": len(watch.rows)}
     return {
         "rows": watch.rows, "gradients": watch.gradients, "initial": watch.initial,
-        "weights": parts(strategy.model_pieces()), "state": parts(strategy.optimizer_pieces()),
+        "weights": parts(strategy.model_shards()), "state": parts(strategy.optimizer_shards()),
         "memory": strategy.memory_parts(), "global_step": trainer.global_step, "head": objective._head is not None,
     }  # fmt: skip
 

@@ -14,21 +14,21 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.data.step_batch import ListedWindows
+from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.strategies.mesh_split import SplitOptions
+from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_deepspeed import joined, parts, with_extensions_in
 from tests.strategies.test_mesh import LR, relative, whole
 from tests.support.processes import run_processes
-from tests.support.tiny import MODELS, window
+from tests.support.tiny import MODELS, step_batch
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def strategy_of(engine: str, precision: str) -> EngineStrategy:
         materialise(model, 5, device)
 
     if engine == "ddp":
-        options = SplitOptions(precision=precision, bucket_mib=0.01)
+        options = ParallelOptions(precision=precision, bucket_mib=0.01)
         return MeshStrategy(ParallelDims(dp_replicate=world), CPU, options, materialise=fill)
     stage, _, offload = engine.removeprefix("zero").partition("_")
     offload, _, path = offload.partition(":")
@@ -98,7 +98,7 @@ def segment(
         use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
     )  # fmt: skip
     quiet_signals(trainer)
-    trainer.fit(objective, ListedWindows([window(step, rank, world, 2) for step in range(start, stop)]))
+    trainer.fit(objective, ListedStepBatches([step_batch(step, rank, world, 2) for step in range(start, stop)]))
     if target is not None:
         config = target.parent / "config.yaml"
         if rank == 0:
@@ -106,7 +106,7 @@ def segment(
             config.write_text("{}\n")
         dist.barrier()
         state = {"step": stop}
-        save(target, stop, strategy.model_pieces(), strategy.optimizer_pieces(), state, config)
+        save(target, stop, strategy.model_shards(), strategy.optimizer_shards(), state, config)
     return watch.losses
 
 
@@ -165,7 +165,7 @@ class Gradients(pl.Callback):
     names: set[str]
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.names = {piece.box.name for piece in trainer.strategy.gradient_pieces()}
+        self.names = {shard.tensor_slice.name for shard in trainer.strategy.gradient_shards()}
 
 
 def fit(strategy: EngineStrategy, model: torch.nn.Module, steps: int) -> set[str]:
@@ -181,7 +181,7 @@ def fit(strategy: EngineStrategy, model: torch.nn.Module, steps: int) -> set[str
     )  # fmt: skip
     quiet_signals(trainer)
     objective = CausalLMObjective(model, decaying_adamw, lambda step: 1.0, 7)
-    trainer.fit(objective, ListedWindows([window(step, rank, world, 2) for step in range(steps)]))
+    trainer.fit(objective, ListedStepBatches([step_batch(step, rank, world, 2) for step in range(steps)]))
     return gradients.names
 
 
@@ -197,14 +197,14 @@ def unused_branch(stage: int) -> Any:
         settings = generate(BatchPlan(8, world, 2), stage=stage, bucket_mib=0.01)  # type: ignore[arg-type]
         strategy = DeepSpeedStrategy(ParallelDims(dp_shard=world), CPU, settings)
     names = fit(strategy, model, 3)
-    return parts(strategy.model_pieces()), names
+    return parts(strategy.model_shards()), names
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_branch_that_is_not_used_keeps_its_weights_as_in_one_process(stage: int) -> None:
     expected = joined([run_processes(1, unused_branch, 0)[0][0]])
     results = run_processes(2, unused_branch, stage)
-    weights = joined([pieces for pieces, _ in results])
+    weights = joined([shards for shards, _ in results])
     # Weight decay would shrink them: a gradient of zero is not the same as none.
     assert torch.equal(weights["extra.weight"], torch.full((3, 5), 2.0))
     assert relative(whole(weights), whole(expected)) < 1e-5
@@ -217,13 +217,13 @@ def frozen_in_bf16(engine: str) -> Any:
     model = built("gpt2", True)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     fit(strategy, model, 2)
-    return frozen, parts(strategy.model_pieces())
+    return frozen, parts(strategy.model_shards())
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
 def test_frozen_weights_keep_their_fp32_bits_under_bf16(engine: str) -> None:
     results = run_processes(2, frozen_in_bf16, engine)
-    weights = joined([pieces for _, pieces in results])
+    weights = joined([shards for _, shards in results])
     initial = dict(materialise(build_meta(MODELS["gpt2"]), 5, CPU).named_parameters())
     assert set(weights) == set(initial)
     frozen = results[0][0]

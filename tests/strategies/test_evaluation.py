@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
 from tests.support.training import Case, batch_of, built, filled, trained
@@ -16,7 +16,7 @@ CASE = Case(model="llama", steps=1)
 
 
 def evaluated(dims: ParallelDims, counts: list[int]) -> float:
-    """The sum of losses over all processes of a window in which rank r has ``counts[r]`` samples, one a micro-batch."""
+    """The sum of losses over all processes of a step batch in which rank r has ``counts[r]`` samples, one a micro-batch."""
     rank = dist.get_rank()
     found: list[float] = []
 
@@ -25,11 +25,11 @@ def evaluated(dims: ParallelDims, counts: list[int]) -> float:
         first = sum(counts[:rank])
         mine = range(first, first + counts[rank])
         parts = [{name: value[at : at + 1] for name, value in batch.items()} for at in mine]
-        normalizer = int((batch["labels"] != IGNORE_INDEX).sum())
-        window = StepWindow(0, 0, sum(counts), parts, normalizer)
-        total = strategy.sum_over_data(strategy.run_evaluation(window).reshape(1))
+        loss_denominator = int((batch["labels"] != IGNORE_INDEX).sum())
+        step_batch = StepBatch(0, 0, sum(counts), parts, loss_denominator)
+        total = strategy.sum_over_data(strategy.run_evaluation(step_batch).reshape(1))
         found.append(float(total))
-        assert {piece.tensor.dtype for piece in strategy.model_pieces()} == {torch.float32}
+        assert {shard.tensor.dtype for shard in strategy.model_shards()} == {torch.float32}
 
     trained(CASE, dims, on_start=evaluate)
     return found[0]

@@ -11,15 +11,15 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.data.step_batch import ListedWindows
+from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
-from mgpu_pipe.strategies.mesh_split import SplitOptions
+from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.support.processes import run_processes
-from tests.support.tiny import MODELS, plain_steps, window
+from tests.support.tiny import MODELS, plain_steps, step_batch
 
 LR, STEPS = 3e-4, 10
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Watch(pl.Callback):
         self.rows.append((outputs["result"].loss, outputs["result"].gradient_norm))
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.gradients = {p.box.name: p.tensor.clone() for p in trainer.strategy.gradient_pieces()}
+        self.gradients = {p.tensor_slice.name: p.tensor.clone() for p in trainer.strategy.gradient_shards()}
 
 
 def trained(
@@ -54,7 +54,7 @@ def trained(
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy = MeshStrategy(
-        ParallelDims(dp_replicate=world), CPU, SplitOptions(precision=precision, bucket_mib=0.01), max_norm=max_norm,
+        ParallelDims(dp_replicate=world), CPU, ParallelOptions(precision=precision, bucket_mib=0.01), max_norm=max_norm,
         materialise=lambda model, device: materialise(model, 5, device),
     )
     objective = CausalLMObjective(build_meta(MODELS[model_name]), adamw, lambda step: 1.0, chunk)
@@ -65,12 +65,12 @@ def trained(
         use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
     )
     quiet_signals(trainer)
-    windows = [window(step, rank, world, micro_batch_size) for step in range(steps)]
+    step_batches = [step_batch(step, rank, world, micro_batch_size) for step in range(steps)]
     try:
-        trainer.fit(objective, ListedWindows(windows))
+        trainer.fit(objective, ListedStepBatches(step_batches))
     except NonFiniteStep as error:
         return {"error": str(error), "steps": len(watch.rows)}
-    weights = {piece.box.name: piece.tensor.clone() for piece in strategy.model_pieces()}
+    weights = {shard.tensor_slice.name: shard.tensor.clone() for shard in strategy.model_shards()}
     return {"rows": watch.rows, "gradients": watch.gradients, "weights": weights, "global_step": trainer.global_step}
 
 
@@ -128,16 +128,16 @@ def test_bf16_is_as_close_to_fp32_as_one_bf16_process() -> None:
 
 
 def _saved_between_evaluation_and_training() -> dict[str, Any]:
-    """Three bf16 steps; before the third, an evaluation and a look at every piece, as a checkpoint takes."""
+    """Three bf16 steps; before the third, an evaluation and a look at every local shard, as a checkpoint takes."""
     taken: dict[str, Any] = {}
 
     class Look(Watch):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch.step == 2:
                 taken["loss"] = float(trainer.strategy.run_evaluation(batch))
-                pieces = [*trainer.strategy.model_pieces(), *trainer.strategy.optimizer_pieces()]
-                taken["dtypes"] = {str(piece.tensor.dtype) for piece in pieces}
-                taken["bytes"] = sum(len(piece.tensor.contiguous().numpy().tobytes()) for piece in pieces)
+                shards = [*trainer.strategy.model_shards(), *trainer.strategy.optimizer_shards()]
+                taken["dtypes"] = {str(shard.tensor.dtype) for shard in shards}
+                taken["bytes"] = sum(len(shard.tensor.contiguous().numpy().tobytes()) for shard in shards)
 
     original, globals()["Watch"] = Watch, Look
     try:
@@ -169,5 +169,5 @@ def _six_samples() -> dict[str, Any]:
     from tests.support import tiny
 
     # Three ranks: eight samples do not divide.
-    tiny.global_batch.__defaults__, tiny.window.__defaults__ = (6,), (6,)
+    tiny.global_batch.__defaults__, tiny.step_batch.__defaults__ = (6,), (6,)
     return trained("llama", 2)

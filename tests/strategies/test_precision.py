@@ -27,7 +27,7 @@ def check_precision(case: Case, dims: ParallelDims, dtype: torch.dtype) -> None:
     expected = plain(replace(case, precision="fp32"))
     alone = run_processes(1, trained, case, ParallelDims())
     found = run_processes(dims.world_size, trained, case, dims)
-    assert {piece.tensor.dtype for piece in found[0].weights} == {dtype}
+    assert {shard.tensor.dtype for shard in found[0].weights} == {dtype}
     for results in (alone, found):
         assert all(abs(a / b - 1) < 2e-3 for a, b in zip(results[0].losses, expected["losses"], strict=True))
     assert 0 < weights_error(found, expected["weights"]) <= 1.5 * weights_error(alone, expected["weights"])
@@ -41,7 +41,7 @@ def test_bf16_true_is_bf16_throughout() -> None:
     case = replace(CASE, precision="bf16_true")
     check_precision(case, ParallelDims(dp_replicate=2), torch.bfloat16)
     (alone,) = run_processes(1, trained, case, ParallelDims())
-    states = {piece.tensor.dtype for piece in alone.optimizer if not piece.box.name.endswith("/step")}
+    states = {shard.tensor.dtype for shard in alone.optimizer if not shard.tensor_slice.name.endswith("/step")}
     assert states == {torch.bfloat16}
 
 
@@ -52,10 +52,10 @@ def overflowing() -> dict[str, Any]:
     def too_large(strategy: Any) -> None:
         # One rank's gradients overflow fp16; the others' do not.
         strategy._loss_scale.value = 2.0**24 if dist.get_rank() == 1 else 2.0**16
-        seen["before"] = [piece.tensor.clone() for piece in strategy.model_pieces()]
+        seen["before"] = [shard.tensor.clone() for shard in strategy.model_shards()]
 
     def note(strategy: Any) -> None:
-        seen["after"] = [piece.tensor.clone() for piece in strategy.model_pieces()]
+        seen["after"] = [shard.tensor.clone() for shard in strategy.model_shards()]
         seen["state"] = strategy.state_entries()
 
     outcome = trained(replace(CASE, precision="fp16", steps=1), TWO, on_start=too_large, on_end=note)

@@ -35,7 +35,7 @@ def whole_model(name: str) -> Any:
 def fill_like_whole(model: Any, name: str) -> None:
     """Give a meta ``model``, already cut, its parts of :func:`whole_model`'s weights."""
     layouts, values = layouts_of(model), dict(whole_model(name).named_parameters())
-    fill_parameters(model, lambda key, box: part_of(values[key].detach(), layouts.get(key)), "cpu")
+    fill_parameters(model, lambda key, tensor_slice: part_of(values[key].detach(), layouts.get(key)), "cpu")
     materialise_buffers(model, recipe_of(model), "cpu")
 
 

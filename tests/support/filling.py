@@ -11,7 +11,7 @@ from mgpu_pipe.models.build import materialise_buffers, recipe_of
 from mgpu_pipe.models.layout import fragments, layouts_of
 from mgpu_pipe.models.parts import PartOf, fill_parameters, local_tensor
 
-OwnedPiece = tuple[str, tuple[int, ...], torch.Tensor]
+OwnedShard = tuple[str, tuple[int, ...], torch.Tensor]
 """The unsharded parameter's name, the offsets in it, the values."""
 
 
@@ -26,8 +26,8 @@ def fill(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     materialise_buffers(model, recipe_of(model), "cpu")  # type: ignore[arg-type]
 
 
-def owned_pieces(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[OwnedPiece]:
-    """This rank's pieces of ``tensors``, by local parameter name, that no other rank of the axis counts."""
+def owned_shards(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[OwnedShard]:
+    """This rank's local shards of ``tensors``, by local parameter name, that no other rank of the axis counts."""
     layouts = layouts_of(model)
     return [
         (layout.name if layout else name, fragment.offsets, fragment.of(local_tensor(tensor)).clone())
@@ -38,11 +38,11 @@ def owned_pieces(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[
     ]
 
 
-def assembled(pieces: Iterable[OwnedPiece], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole tensors from all ranks' pieces; every element must be there exactly once."""
+def assembled(shards: Iterable[OwnedShard], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors from all ranks' local shards; every element must be there exactly once."""
     result = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     count = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
-    for name, offsets, values in pieces:
+    for name, offsets, values in shards:
         block = _block(offsets, tuple(values.shape))
         result[name][block] = values
         count[name][block] += 1

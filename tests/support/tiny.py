@@ -1,4 +1,4 @@
-"""Tiny models and step windows for tests, and the plain one-process computation they are compared with."""
+"""Tiny models and step batchs for tests, and the plain one-process computation they are compared with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 
 VOCABULARY, SEQ_LEN = 96, 24
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -19,7 +19,7 @@ MODELS = {
     "mixtral": ModelConfig(
         name="mixtral", type="mixtral", config={**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
-    # Large enough for what is written in pieces of a mebibyte.
+    # Large enough for what is written in local shards of a mebibyte.
     "wide": ModelConfig(name="wide", type="llama", config={**COMMON, "hidden_size": 256, "intermediate_size": 768}),
     "gpt2": ModelConfig(
         name="gpt2", type="gpt2",
@@ -44,7 +44,7 @@ def global_batch(step: int, samples: int = 8) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[:, :-1].contiguous(), "labels": labels, "position_ids": positions}
 
 
-def window(step: int, rank: int, world_size: int, micro_batch_size: int, samples: int = 8) -> StepWindow:
+def step_batch(step: int, rank: int, world_size: int, micro_batch_size: int, samples: int = 8) -> StepBatch:
     batch = global_batch(step, samples)
     share = samples // world_size
     mine = {name: value[rank * share : (rank + 1) * share] for name, value in batch.items()}
@@ -52,8 +52,8 @@ def window(step: int, rank: int, world_size: int, micro_batch_size: int, samples
         {name: value[at : at + micro_batch_size] for name, value in mine.items()}
         for at in range(0, share, micro_batch_size)
     ]
-    normalizer = int((batch["labels"] != IGNORE_INDEX).sum())
-    return StepWindow(step, step * samples, samples, micro_batches, normalizer)
+    loss_denominator = int((batch["labels"] != IGNORE_INDEX).sum())
+    return StepBatch(step, step * samples, samples, micro_batches, loss_denominator)
 
 
 def plain_steps(model: torch.nn.Module, steps: int, lr: float, max_norm: float | None = None) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece, tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, ListedWindows, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, ListedStepBatches, StepBatch
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -31,7 +31,7 @@ from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.strategies.mesh_split import SplitOptions
+from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.optimizers import optimizer_factory
@@ -88,9 +88,9 @@ class Outcome:
 
     losses: list[float]
     norms: list[float]
-    weights: list[Piece]
-    gradients: list[Piece]
-    optimizer: list[Piece]
+    weights: list[LocalShard]
+    gradients: list[LocalShard]
+    optimizer: list[LocalShard]
 
 
 def batch_of(case: Case, step: int) -> Batch:
@@ -114,13 +114,13 @@ def batch_of(case: Case, step: int) -> Batch:
     return {"input_ids": ids[:, :-1].contiguous(), "labels": labels, "position_ids": positions}
 
 
-def window_of(case: Case, step: int, rank: int, world: int) -> StepWindow:
+def step_batch_of(case: Case, step: int, rank: int, world: int) -> StepBatch:
     batch = batch_of(case, step)
     share = case.samples // world
     size = share // case.micro_batches
     mine = {name: value[rank * share : (rank + 1) * share] for name, value in batch.items()}
     parts = [{name: value[at : at + size] for name, value in mine.items()} for at in range(0, share, size)]
-    return StepWindow(step, step * case.samples, case.samples, parts, int((batch["labels"] != IGNORE_INDEX).sum()))
+    return StepBatch(step, step * case.samples, case.samples, parts, int((batch["labels"] != IGNORE_INDEX).sum()))
 
 
 @functools.lru_cache(maxsize=None)
@@ -247,7 +247,7 @@ class Watch(pl.Callback):
     def __init__(self, on_start: Callable[[Any], None] | None = None) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.gradients: list[Piece] = []
+        self.gradients: list[LocalShard] = []
         self.on_start = on_start
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -259,7 +259,7 @@ class Watch(pl.Callback):
         self.norms.append(outputs["result"].gradient_norm)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.gradients = copied(trainer.strategy.gradient_pieces())
+        self.gradients = copied(trainer.strategy.gradient_shards())
 
 
 def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
@@ -275,7 +275,7 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
         costs = layer_costs(resolved_fields(model_config(case)), SEQ_LEN)
         how["pipeline"] = PipelinePlan.make(case.schedule, dims.pp, costs, stages_per_rank=case.stages_per_rank)
     if case.zero_stage is None:
-        return MeshStrategy(dims, CPU, SplitOptions(bucket_mib=0.01, **how), **common)
+        return MeshStrategy(dims, CPU, ParallelOptions(bucket_mib=0.01, **how), **common)
     plan = BatchPlan(case.samples, dims.dp_shard, case.samples // dims.dp_shard // case.micro_batches)
     # A branch that some ranks take: ZeRO-3 has to gather the whole block on all of them.
     block = "h.0" if case.model == "gpt2" else "layers.0"
@@ -287,8 +287,8 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     return DeepSpeedStrategy(dims, CPU, settings, seed=case.seed, **common, **how)
 
 
-def copied(pieces: list[Piece]) -> list[Piece]:
-    return [Piece(piece.box, piece.global_shape, piece.tensor.clone()) for piece in pieces]
+def copied(shards: list[LocalShard]) -> list[LocalShard]:
+    return [LocalShard(shard.tensor_slice, shard.global_shape, shard.tensor.clone()) for shard in shards]
 
 
 def trained(
@@ -313,12 +313,12 @@ def trained(
     quiet_signals(trainer)
     at, size = dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size
     steps = range(first_step, first_step + case.steps)
-    trainer.fit(objective, ListedWindows([window_of(case, step, at, size) for step in steps]))
+    trainer.fit(objective, ListedStepBatches([step_batch_of(case, step, at, size) for step in steps]))
     if on_end is not None:
         on_end(strategy)
     return Outcome(
-        watch.losses, watch.norms, copied(strategy.model_pieces()), watch.gradients,
-        copied(strategy.optimizer_pieces()),
+        watch.losses, watch.norms, copied(strategy.model_shards()), watch.gradients,
+        copied(strategy.optimizer_shards()),
     )  # fmt: skip
 
 
@@ -362,23 +362,23 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
 
 
-def assembled(by_rank: list[list[Piece]]) -> dict[str, torch.Tensor]:
-    """Whole tensors from all ranks' pieces; fails where they do not tile them, or copies of a block differ."""
-    held: dict[str, dict[Box, torch.Tensor]] = {}
+def assembled(by_rank: list[list[LocalShard]]) -> dict[str, torch.Tensor]:
+    """Whole tensors from all ranks' local shards; fails where they do not tile them, or copies of a block differ."""
+    held: dict[str, dict[TensorSlice, torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for pieces in by_rank:
-        for piece in pieces:
-            known = held.setdefault(piece.box.name, {})
-            assert piece.box not in known or torch.equal(known[piece.box], piece.tensor), piece.box.key
-            known[piece.box] = piece.tensor
-            shapes[piece.box.name] = piece.global_shape
+    for shards in by_rank:
+        for shard in shards:
+            known = held.setdefault(shard.tensor_slice.name, {})
+            assert shard.tensor_slice not in known or torch.equal(known[shard.tensor_slice], shard.tensor), shard.tensor_slice.key
+            known[shard.tensor_slice] = shard.tensor
+            shapes[shard.tensor_slice.name] = shard.global_shape
     found = {}
-    for name, boxes in held.items():
-        fault = tiling_fault(shapes[name], list(boxes))
+    for name, tensor_slices in held.items():
+        fault = tiling_fault(shapes[name], list(tensor_slices))
         assert fault is None, f"{name}: {fault}"
-        whole = torch.empty(shapes[name], dtype=next(iter(boxes.values())).dtype)
-        for box, tensor in boxes.items():
-            whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))] = tensor
+        whole = torch.empty(shapes[name], dtype=next(iter(tensor_slices.values())).dtype)
+        for tensor_slice, tensor in tensor_slices.items():
+            whole[tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))] = tensor
         found[name] = whole
     return found
 

@@ -1,4 +1,4 @@
-"""Oracle: what :class:`StepWindow` promises about a micro-batch."""
+"""Oracle: what :class:`StepBatch` promises about a micro-batch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.verify.batches import global_batch, window_of
+from mgpu_pipe.verify.batches import global_batch, step_batch_of
 
 
 def test_windows_share_the_global_batch() -> None:
     batch, plan = global_batch(7, 3, 12, 32, 96), BatchPlan(12, 3, 2)
-    windows = [window_of(batch, 3, plan, rank) for rank in range(3)]
+    step_batches = [step_batch_of(batch, 3, plan, rank) for rank in range(3)]
     for name, value in batch.items():
-        parts = [micro_batch[name] for window in windows for micro_batch in window.micro_batches]
+        parts = [micro_batch[name] for step_batch in step_batches for micro_batch in step_batch.micro_batches]
         assert torch.equal(torch.cat(parts), value)
         assert all(part.shape == (2, 32) for part in parts)
-    assert {(window.first_sample, window.num_samples) for window in windows} == {(36, 12)}
-    assert {window.normalizer for window in windows} == {int((batch["labels"] != IGNORE_INDEX).sum())}
+    assert {(step_batch.first_sample, step_batch.num_samples) for step_batch in step_batches} == {(36, 12)}
+    assert {step_batch.loss_denominator for step_batch in step_batches} == {int((batch["labels"] != IGNORE_INDEX).sum())}
 
 
 def test_labels_follow_the_inputs_inside_documents_only() -> None:

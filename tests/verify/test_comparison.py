@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepWindow
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.verify.batches import Batch, window_of
+from mgpu_pipe.verify.batches import Batch, step_batch_of
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
@@ -22,7 +22,7 @@ TARGET = "model.layers.1.mlp.down_proj.weight"
 def verified(config: RunConfig, planted: str = "") -> list[Worst]:
     """The comparison with one of the errors below; a list for every rank, empty but on rank 0."""
     return worst_of(
-        compare(config, window_maker=WINDOWS.get(planted, window_of), on_start=STARTS.get(planted, lambda s: None))
+        compare(config, step_batch_maker=WINDOWS.get(planted, step_batch_of), on_start=STARTS.get(planted, lambda s: None))
     )
 
 
@@ -49,17 +49,17 @@ def parameter(strategy: MeshStrategy) -> torch.nn.Parameter:
     return dict(strategy.objective.model.named_parameters())[TARGET]
 
 
-def wrong_normalizer(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepWindow:
+def wrong_normalizer(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepBatch:
     """The mean over processes of each process's mean: the common mistake."""
-    window = window_of(batch, step, plan, rank)
-    own = sum(int((micro_batch["labels"] != IGNORE_INDEX).sum()) for micro_batch in window.micro_batches)
-    window.normalizer = own * plan.data_parallel_size
-    return window
+    step_batch = step_batch_of(batch, step, plan, rank)
+    own = sum(int((micro_batch["labels"] != IGNORE_INDEX).sum()) for micro_batch in step_batch.micro_batches)
+    step_batch.loss_denominator = own * plan.data_parallel_size
+    return step_batch
 
 
-def wrong_samples(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepWindow:
+def wrong_samples(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepBatch:
     """Every process takes the first one's samples."""
-    return window_of(batch, step, plan, 0)
+    return step_batch_of(batch, step, plan, 0)
 
 
 WINDOWS = {"normalizer": wrong_normalizer, "samples": wrong_samples}

@@ -24,9 +24,9 @@ def wrong_gradient(strategy: EngineStrategy) -> None:
 
 def wrong_master(strategy: EngineStrategy) -> None:
     """An error in the weights that one rank holds for all."""
-    pieces = [piece for piece in strategy.model_pieces() if piece.box.name == TARGET]
+    shards = [shard for shard in strategy.model_shards() if shard.tensor_slice.name == TARGET]
     if dist.get_rank() == 1:
-        pieces[0].tensor.view(-1)[0] += 1e-8
+        shards[0].tensor.view(-1)[0] += 1e-8
 
 
 PLANTED = {"gradient": wrong_gradient, "master": wrong_master}

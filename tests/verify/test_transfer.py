@@ -1,4 +1,4 @@
-"""Oracle: the whole tensors that the pieces were cut from."""
+"""Oracle: the whole tensors that the local shards were cut from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
-from mgpu_pipe.checkpoint.tensor_slices import Box, Piece
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.verify.transfer import check_covered, fill, from_rank_0, squared_errors, whole_errors
 from tests.support.processes import run_processes
@@ -23,27 +23,27 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def halves() -> list[Piece]:
+def halves() -> list[LocalShard]:
     """Rank 0 has two rows of ``w``, rank 1 three; both have the scalar."""
     first, rows = ((0, 2), (2, 3))[dist.get_rank()]
     return [
-        Piece(Box("w", (first, 0), (rows, 4)), (5, 4), torch.zeros(rows, 4)),
-        Piece(Box("w/step", (), ()), (), torch.zeros(())),
+        LocalShard(TensorSlice("w", (first, 0), (rows, 4)), (5, 4), torch.zeros(rows, 4)),
+        LocalShard(TensorSlice("w/step", (), ()), (), torch.zeros(())),
     ]
 
 
 def exchanged() -> dict[str, object]:
     full = from_rank_0(tensors() if dist.get_rank() == 0 else {})
-    pieces = halves()
-    fill(pieces, full)
+    shards = halves()
+    fill(shards, full)
     expected = {name: full[name] for name in ("w", "w/step")}
-    exact = whole_errors("weights", exchange_json(squared_errors(pieces, expected), None), expected)
+    exact = whole_errors("weights", exchange_json(squared_errors(shards, expected), None), expected)
     if dist.get_rank() == 1:
-        pieces[0].tensor[2, 3] += 0.5
-        pieces[1].tensor += 2.0
-    off = whole_errors("weights", exchange_json(squared_errors(pieces, expected), None), expected)
+        shards[0].tensor[2, 3] += 0.5
+        shards[1].tensor += 2.0
+    off = whole_errors("weights", exchange_json(squared_errors(shards, expected), None), expected)
     try:
-        check_covered("weights", pieces[: 2 - dist.get_rank()][dist.get_rank() :], expected)
+        check_covered("weights", shards[: 2 - dist.get_rank()][dist.get_rank() :], expected)
         fault = ""
     except WorkerError as error:
         fault = str(error)
@@ -63,11 +63,11 @@ def test_pieces_are_filled_from_and_compared_with_the_whole() -> None:
 def test_a_gradient_that_no_rank_has_counts_as_zero() -> None:
     full = {"w": torch.full((4,), 2.0)}
     assert whole_errors("gradient", [[]], full, partial=True) == {"w": 4.0}
-    extra = Piece(Box.whole("unused", (2,)), (2,), torch.tensor([3.0, 4.0]))
+    extra = LocalShard(TensorSlice.whole("unused", (2,)), (2,), torch.tensor([3.0, 4.0]))
     assert whole_errors("gradient", [squared_errors([extra], {})], {}, partial=True) == {"unused": 5.0}
 
 
 def test_what_is_not_finite_is_infinitely_wrong() -> None:
     full = {"w": torch.zeros(2)}
-    piece = Piece(Box.whole("w", (2,)), (2,), torch.tensor([float("nan"), 0.0]))
-    assert whole_errors("weights", [squared_errors([piece], full)], full) == {"w": float("inf")}
+    shard = LocalShard(TensorSlice.whole("w", (2,)), (2,), torch.tensor([float("nan"), 0.0]))
+    assert whole_errors("weights", [squared_errors([shard], full)], full) == {"w": float("inf")}

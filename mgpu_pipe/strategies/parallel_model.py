@@ -1,4 +1,4 @@
-"""A model split over the axes of the mesh, and what has to be summed over which ranks once a step window is through.
+"""A model split over the axes of the mesh, and what has to be summed over which ranks once a step batch is through.
 
 Order: pipeline stages are cut out, then tensor and expert parallelism cut parameters, context parallelism
 changes attention; then activation checkpointing, compilation, and FSDP2 over what is left. Then the parameters are
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from mgpu_pipe.data.step_batch import StepWindow
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
@@ -39,7 +39,7 @@ from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
-from mgpu_pipe.strategies.step_gradients import WindowFacts, counted_once
+from mgpu_pipe.strategies.step_gradients import StepGradients, counted_once
 from mgpu_pipe.topology import ParallelDims
 
 MicroBatch = Mapping[str, torch.Tensor]
@@ -47,7 +47,7 @@ Fill = Callable[[Any, torch.device], object]
 
 
 @dataclass(frozen=True)
-class SplitOptions:
+class ParallelOptions:
     """How a model is split, beyond the sizes of the axes.
 
     Attributes:
@@ -67,7 +67,7 @@ class SplitOptions:
     context_method: Method = "ring"
 
 
-class SplitModel:
+class ParallelModel:
     """The model of ``objective`` on this rank; making one is a collective call.
 
     Args:
@@ -80,12 +80,12 @@ class SplitModel:
         parameters: those that are trained, of this rank.
         sharded: the model as FSDP2's root, where that is at work.
         pipeline: this rank's stages, where there are several.
-        facts: of the window that is under way.
+        facts: of the step batch that is under way.
         streams: where dropout draws from, where tensor-parallel ranks hold some activations whole and parts of others.
     """
 
     def __init__(
-        self, objective: Objective, dims: ParallelDims, device: torch.device, options: SplitOptions, fill: Fill | None
+        self, objective: Objective, dims: ParallelDims, device: torch.device, options: ParallelOptions, fill: Fill | None
     ) -> None:
         self._objective, self._dims, self._device, self._options = objective, dims, device, options
         self.sharded: FSDPModule | None = None
@@ -123,7 +123,7 @@ class SplitModel:
         elif dims.data_parallel_size > 1:
             reducer = GradientReducer(self.parameters, options.bucket_mib)
         counted = counted_once(model) if dims.uses_model_axes else None
-        self.facts = WindowFacts(self.parameters, reducer, used, counted, device)
+        self.facts = StepGradients(self.parameters, reducer, used, counted, device)
 
     # -- splitting ----------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class SplitModel:
             with router_loss.collecting():
                 return cast(torch.Tensor, router_loss.attached(compute(), batch["labels"], scale))
 
-    # -- a step window ------------------------------------------------------------------------------------------
+    # -- a step batch ------------------------------------------------------------------------------------------
 
     def part_of(self, micro_batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch of its data-parallel rank, and what attention has to know of it."""
@@ -218,7 +218,7 @@ class SplitModel:
         return "tp" not in self._groups or self._groups["tp"].rank() == 0
 
     def begin_backward(self, last: bool) -> None:
-        """Announce a micro-batch; ``last`` is the window's last. A pipeline sees to it itself."""
+        """Announce a micro-batch; ``last`` is the step batch's last. A pipeline sees to it itself."""
         self.facts.begin_backward(last, self.sharded, self.shards)
 
     @property
@@ -231,12 +231,12 @@ class SplitModel:
         with in_sequences(self._objective.model, part):
             return self._objective.micro_batch_loss(part)
 
-    def end_window(
-        self, loss_sum: torch.Tensor, told: list[float], window: StepWindow
+    def end_step(
+        self, loss_sum: torch.Tensor, told: list[float], step_batch: StepBatch
     ) -> tuple[float, float, list[float]]:
-        """See :meth:`WindowFacts.end`."""
+        """See :meth:`StepGradients.end`."""
         own = loss_sum if self.counts_its_loss else torch.zeros_like(loss_sum)
-        return self.facts.end(own, told, window, self._reduce_axes)
+        return self.facts.end(own, told, step_batch, self._reduce_axes)
 
     def _reduce_axes(self) -> None:
         if "tp" in self._groups:
@@ -247,7 +247,7 @@ class SplitModel:
     def step_metrics(self) -> dict[str, float]:
         """How the tokens were spread over the experts since the last call; empty for a dense model. Collective.
 
-        ``experts/tokens_<i>`` counts, over all layers, the slots that expert i was given: a token counts once for each
+        ``experts/tokens_<i>`` counts, over all layers, the assignments that expert i was given: a token counts once for each
         of its ``top_k`` experts.
         """
         if not self._num_experts:
