@@ -29,6 +29,7 @@ test-fast: $(DEVELOPMENT)
 
 lint: $(DEVELOPMENT)
 	$(BIN)/ruff check mgpu_pipe tests benchmarks
+	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -4,9 +4,25 @@ import subprocess
 import sys
 
 NAMES = (
-    "startup", "step_overhead", "step_time", "data_pipeline", "data_parallel_bytes", "data_parallel_time",
-    "axes_bytes", "axes_memory", "axes_time", "context_memory", "context_time", "expert_bytes", "pipeline_bubble",
-    "deepspeed_time", "zero_bytes", "building_memory", "trainer_time", "checkpoint_save", "thread_waits",
+    "startup",
+    "step_overhead",
+    "step_time",
+    "data_pipeline",
+    "data_parallel_bytes",
+    "data_parallel_time",
+    "axes_bytes",
+    "axes_memory",
+    "axes_time",
+    "context_memory",
+    "context_time",
+    "expert_bytes",
+    "pipeline_bubble",
+    "deepspeed_time",
+    "zero_bytes",
+    "building_memory",
+    "trainer_time",
+    "checkpoint_save",
+    "thread_waits",
 )
 
 for name in NAMES:

@@ -62,11 +62,14 @@ class Case:
 
     def overrides(self) -> list[str]:
         return [
-            "strategy=megatron", f"strategy.tp={self.tp}", f"strategy.pp={self.pp}", f"strategy.cp={self.cp}",
+            "strategy=megatron",
+            f"strategy.tp={self.tp}",
+            f"strategy.pp={self.pp}",
+            f"strategy.cp={self.cp}",
             f"strategy.sequence_parallel={str(self.sequence_parallel).lower()}",
             f"strategy.context.method={self.method}",
             *([f"strategy.pipeline.layers={[LAYERS // self.pp] * self.pp}"] if self.pp > 1 else []),
-        ]  # fmt: skip
+        ]
 
 
 CASES = {
@@ -96,13 +99,24 @@ def _measured(case: Case) -> dict[str, Any]:
     from mgpu_pipe.topology import ParallelDims
     from mgpu_pipe.training.run import train
 
-    config, _ = compose([
-        "model=llama_tiny", *case.overrides(), f"trainer.devices={case.world}", "trainer.max_steps=2",
-        "precision=fp32", "data=synthetic", f"data.seq_len={TOKENS}", f"data.micro_batch_size={ROWS}",
-        f"data.global_batch_size={ROWS * MICRO_BATCHES * case.dp_shard}", "data.validation_fraction=0",
-        "checkpoint=none", "logger=none", "trainer.progress=off",
-        "+callbacks.count._target_=benchmarks.named_collectives.NamedCounter",
-    ])  # fmt: skip
+    config, _ = compose(
+        [
+            "model=llama_tiny",
+            *case.overrides(),
+            f"trainer.devices={case.world}",
+            "trainer.max_steps=2",
+            "precision=fp32",
+            "data=synthetic",
+            f"data.seq_len={TOKENS}",
+            f"data.micro_batch_size={ROWS}",
+            f"data.global_batch_size={ROWS * MICRO_BATCHES * case.dp_shard}",
+            "data.validation_fraction=0",
+            "checkpoint=none",
+            "logger=none",
+            "trainer.progress=off",
+            "+callbacks.count._target_=benchmarks.named_collectives.NamedCounter",
+        ]
+    )
     prepared = prepare(config)
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
@@ -187,8 +201,10 @@ def main() -> None:
             ratio = sent[name] / ideal_sent[name] if ideal_sent[name] else float("inf")
             rows.append([title, name, calls[name], ideal_calls[name], sent[name], ideal_sent[name], f"{ratio:.3f}"])
     out = finish(
-        "axes_bytes", "Collectives of a step on every axis, over the closed form",
-        ["axes", "collective", "calls", "closed form calls", "sent bytes", "closed form bytes", "ratio"], rows,
+        "axes_bytes",
+        "Collectives of a step on every axis, over the closed form",
+        ["axes", "collective", "calls", "closed form calls", "sent bytes", "closed form bytes", "ratio"],
+        rows,
         f"llama_tiny, fp32, {MICRO_BATCHES} micro-batches of {ROWS} rows of {TOKENS} tokens a data-parallel process; "
         f"sums over all processes, each of which is compared by itself: {len(faults)} differences.",
     )

@@ -22,8 +22,17 @@ from benchmarks.support import finish
 
 ROWS, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 256, 128, 8, 512
 STAGES, MICRO_BATCHES = 4, 8
-CASES = (("tp", 2), ("tp", 4), ("tp, sequence", 2), ("tp, sequence", 4), ("cp ring", 2), ("cp ring", 4),
-         ("cp ulysses", 2), ("cp ulysses", 4), ("tp2, sequence x cp2 ring", 4))  # fmt: skip
+CASES = (
+    ("tp", 2),
+    ("tp", 4),
+    ("tp, sequence", 2),
+    ("tp, sequence", 4),
+    ("cp ring", 2),
+    ("cp ring", 4),
+    ("cp ulysses", 2),
+    ("cp ulysses", 4),
+    ("tp2, sequence x cp2 ring", 4),
+)
 MB = 1e6
 
 
@@ -31,9 +40,15 @@ def built(layers: int) -> Any:
     from mgpu_pipe.config.schema import ModelConfig
     from mgpu_pipe.models.build import build_meta
 
-    config = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH,
-              "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-              "max_position_embeddings": TOKENS}  # fmt: skip
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 3 * WIDTH,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": TOKENS,
+    }
     return build_meta(ModelConfig(name="memory", type="llama", config=config))
 
 
@@ -131,11 +146,21 @@ def main() -> None:
             rows.append([axis, world, "a block", most / MB, ideal / MB, most / ideal])
     for stage, (first, most) in enumerate(run_group(STAGES, stage_bytes)):
         count = min(STAGES - stage, MICRO_BATCHES)
-        rows.append(["pp 1f1b", STAGES, f"stage {stage}: {count} micro-batches", most / MB, count * first / MB,
-                     most / (count * first)])  # fmt: skip
+        rows.append(
+            [
+                "pp 1f1b",
+                STAGES,
+                f"stage {stage}: {count} micro-batches",
+                most / MB,
+                count * first / MB,
+                most / (count * first),
+            ]
+        )
     out = finish(
-        "axes_memory", "Live activation bytes of a process, over the closed form",
-        ["axes", "processes", "of", "MB", "closed form MB", "ratio"], rows,
+        "axes_memory",
+        "Live activation bytes of a process, over the closed form",
+        ["axes", "processes", "of", "MB", "closed form MB", "ratio"],
+        rows,
         f"Llama of width {WIDTH}, micro-batches of {ROWS} rows of {TOKENS} tokens, fp32; a block alone has "
         f"{alone / MB:.4g} MB in one process; {MICRO_BATCHES} micro-batches under pp. The worst process.",
     )

@@ -29,13 +29,23 @@ PEERS = {"tp": "parallelize_module", "pp": "Schedule1F1B"}
 def configured(axis: str) -> Any:
     from mgpu_pipe.config.compose import compose
 
-    config, _ = compose([
-        f"model={MODEL}", f"strategy={axis}", f"trainer.devices={WORLD}", f"trainer.max_steps={STEPS}",
-        f"data.global_batch_size={BATCH}", f"data.micro_batch_size={BATCH // MICRO_BATCHES[axis]}",
-        "data.validation_fraction=0", "checkpoint=none", "logger=none", "trainer.progress=off", "precision=fp32",
-        "scheduler=constant",
-        *(["strategy.pipeline.schedule=1f1b", "strategy.pipeline.layers=[4,4]"] if axis == "pp" else []),
-    ])  # fmt: skip
+    config, _ = compose(
+        [
+            f"model={MODEL}",
+            f"strategy={axis}",
+            f"trainer.devices={WORLD}",
+            f"trainer.max_steps={STEPS}",
+            f"data.global_batch_size={BATCH}",
+            f"data.micro_batch_size={BATCH // MICRO_BATCHES[axis]}",
+            "data.validation_fraction=0",
+            "checkpoint=none",
+            "logger=none",
+            "trainer.progress=off",
+            "precision=fp32",
+            "scheduler=constant",
+            *(["strategy.pipeline.schedule=1f1b", "strategy.pipeline.layers=[4,4]"] if axis == "pp" else []),
+        ]
+    )
     return config
 
 
@@ -85,16 +95,22 @@ def plain_block(config: Any, prepared: Any, axis: str) -> tuple[list[float], lis
     forward_backward = tensor_parallel(model) if axis == "tp" else pipeline_parallel(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        [{"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}],
-        lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True,
-    )  # fmt: skip
+        [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=config.optimizer.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
     micro_batch_size = BATCH // MICRO_BATCHES[axis]
     plan = BatchPlan(BATCH, 1, micro_batch_size)
     seconds, losses = [], []
     mark = time.perf_counter()
     for step_batch in train_step_batches(config, prepared, plan, 0, start_sample=0, max_steps=STEPS):
-        whole = {name: torch.cat([batch[name] for batch in step_batch.micro_batches]) for name in step_batch.micro_batches[0]}
+        whole = {
+            name: torch.cat([batch[name] for batch in step_batch.micro_batches]) for name in step_batch.micro_batches[0]
+        }
         loss = forward_backward(whole, step_batch.loss_denominator)
         clip(parameters)
         optimizer.step()
@@ -135,28 +151,31 @@ def tensor_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
         RowwiseParallel,
         loss_parallel,
         parallelize_module,
-    )  # fmt: skip
+    )
 
     mesh, whole = init_device_mesh("cpu", (WORLD,)), (Replicate(),)
     # One gathering for all layers of a module; its inputs' gradients are then summed once, not once a layer.
     attention = PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": whole[0]}, desired_input_kwarg_layouts={"hidden_states": whole[0]}
     )
-    parallelize_module(model, mesh, {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole[0]),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        "model.layers.*.self_attn": attention,
-        "model.layers.*.mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
-        **{f"model.layers.*.self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
-        **{f"model.layers.*.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel(),
-    })  # fmt: skip
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "model.embed_tokens": RowwiseParallel(input_layouts=whole[0]),
+            "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            "model.layers.*.self_attn": attention,
+            "model.layers.*.mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+            **{f"model.layers.*.self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+            **{f"model.layers.*.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
+            "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+            "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        },
+    )
 
     def forward_backward(batch: dict[str, Any], loss_denominator: int) -> Any:
         with loss_parallel():
-            logits = model(
-                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-            ).logits
+            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / loss_denominator
             loss.backward()
         return loss.detach().full_tensor()
@@ -227,11 +246,13 @@ def main() -> None:
         apart = max(abs(a / b - 1) for a, b in pairs)
         rows.append([f"{axis}2", PEERS[axis], ours * 1e3, plain * 1e3, ours / plain, apart])
     out = finish(
-        "axes_time", "Step time of model axes on two CPU processes, over a hand-written loop",
-        ["axis", "peer", "mgpu_pipe ms", "peer ms", "ratio", "losses apart"], rows,
+        "axes_time",
+        "Step time of model axes on two CPU processes, over a hand-written loop",
+        ["axis", "peer", "mgpu_pipe ms", "peer ms", "ratio", "losses apart"],
+        rows,
         f"{MODEL}, {BATCH} samples of 256 tokens a step, {MICRO_BATCHES['pp']} micro-batches under pp, fp32, one "
         f"thread a process; medians of {BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 

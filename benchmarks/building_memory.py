@@ -19,8 +19,15 @@ from typing import Any
 from benchmarks.processes import run_group
 from benchmarks.support import finish
 
-SIZES = {"hidden_size": 512, "num_hidden_layers": 14, "num_attention_heads": 8, "intermediate_size": 1408,
-         "num_key_value_heads": 4, "vocab_size": 16384, "max_position_embeddings": 128}  # fmt: skip
+SIZES = {
+    "hidden_size": 512,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 8,
+    "intermediate_size": 1408,
+    "num_key_value_heads": 4,
+    "vocab_size": 16384,
+    "max_position_embeddings": 128,
+}
 CASES = (("fsdp", "drawn"), ("fsdp", "folder"), ("zero3", "drawn"), ("zero3", "folder"))
 
 
@@ -41,10 +48,16 @@ def measure(folder: str) -> list[dict[str, Any]]:
         Path("/proc/self/clear_refs").write_text("5")  # the highest resident set begins anew (man 5 proc)
         with AllocationWatch() as watch:
             split = engine(model)  # what it holds has to live while it is measured
-        found.append({
-            "whole": sum(sizes), "largest": max(sizes), "part": _part(model), "peak": watch.peak,
-            "one": watch.largest, "resident": _resident("VmHWM") - before,
-        })  # fmt: skip
+        found.append(
+            {
+                "whole": sum(sizes),
+                "largest": max(sizes),
+                "part": _part(model),
+                "peak": watch.peak,
+                "one": watch.largest,
+                "resident": _resident("VmHWM") - before,
+            }
+        )
         del model, engine, split
     return found
 
@@ -71,7 +84,9 @@ def _strategy(name: str, source: Any) -> Any:
     if name == "fsdp":
 
         def split(model: Any) -> ParallelModel:
-            return ParallelModel(CausalLMObjective(model, None, lambda step: 1.0, 0), dims, cpu, ParallelOptions(), fill)
+            return ParallelModel(
+                CausalLMObjective(model, None, lambda step: 1.0, 0), dims, cpu, ParallelOptions(), fill
+            )
 
         return split
     prepare_deepspeed(cpu)
@@ -113,17 +128,38 @@ def main() -> None:
             by_rank = run_group(world, measure, folder)
             for number, (strategy, weights) in enumerate(CASES):
                 rank = max((found[number] for found in by_rank), key=lambda found: found["peak"])
-                rows.append([
-                    world, strategy, weights, rank["part"] / 1e6, rank["largest"] / 1e6, rank["peak"] / 1e6,
-                    rank["peak"] / (rank["part"] + rank["largest"]), rank["peak"] / rank["whole"],
-                    rank["one"] / rank["largest"], rank["resident"] / 1e6,
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        world,
+                        strategy,
+                        weights,
+                        rank["part"] / 1e6,
+                        rank["largest"] / 1e6,
+                        rank["peak"] / 1e6,
+                        rank["peak"] / (rank["part"] + rank["largest"]),
+                        rank["peak"] / rank["whole"],
+                        rank["one"] / rank["largest"],
+                        rank["resident"] / 1e6,
+                    ]
+                )
     out = finish(
-        "building_memory", "A rank's memory while a sharded model is built, over its part and one parameter",
-        ["processes", "strategy", "weights", "part MB", "largest parameter MB", "peak MB", "ratio",
-         "of the whole model", "largest allocation, of the largest parameter", "resident MB"], rows,
+        "building_memory",
+        "A rank's memory while a sharded model is built, over its part and one parameter",
+        [
+            "processes",
+            "strategy",
+            "weights",
+            "part MB",
+            "largest parameter MB",
+            "peak MB",
+            "ratio",
+            "of the whole model",
+            "largest allocation, of the largest parameter",
+            "resident MB",
+        ],
+        rows,
         "Llama of 58M parameters (232 MB) in fp32; the process with the highest peak.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 

@@ -41,8 +41,13 @@ def state_of(nbytes: int, hidden: int) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
 
     weights: dict[str, Any] = {}
-    shapes = {"q_proj": (hidden, hidden), "o_proj": (hidden, hidden), "gate_proj": (4 * hidden, hidden),
-              "down_proj": (hidden, 4 * hidden), "norm": (hidden,)}  # fmt: skip
+    shapes = {
+        "q_proj": (hidden, hidden),
+        "o_proj": (hidden, hidden),
+        "gate_proj": (4 * hidden, hidden),
+        "down_proj": (hidden, 4 * hidden),
+        "norm": (hidden,),
+    }
     generator = torch.Generator().manual_seed(0)
     while 12 * sum(weight.numel() for weight in weights.values()) < nbytes:
         layer = len(weights) // len(shapes)
@@ -115,8 +120,9 @@ def stall(folder: str, nbytes: int) -> dict[str, float]:
     held = Held(*own_shards(nbytes, LLAMA_1B))
     total = sum(shard.tensor.nbytes for shard in (*held.model, *held.optimizer))
     source, target = torch.ones(total // 4), torch.zeros(total // 4)
-    saver = Checkpointer(CheckpointConfig(every_n_steps=1, keep_last=1), RunPaths(Path(folder)),
-                         {"global_batch_size": 1})  # fmt: skip
+    saver = Checkpointer(
+        CheckpointConfig(every_n_steps=1, keep_last=1), RunPaths(Path(folder)), {"global_batch_size": 1}
+    )
     stalls, copies = [], []
     for step in range(1, REPEATS + 2):
         copies.append(seconds(lambda: target.copy_(source)))
@@ -159,9 +165,11 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
         if rank == 0:
             files.remove_folder(root / "checkpoints" / f"step-{step:08d}")
     return {
-        "ours": statistics.median(ours[1:]), "plain": statistics.median(theirs[1:]), "extra": max(extra[1:]),
+        "ours": statistics.median(ours[1:]),
+        "plain": statistics.median(theirs[1:]),
+        "extra": max(extra[1:]),
         "bytes": total * dist.get_world_size(),
-    }  # fmt: skip
+    }
 
 
 def hashing(nbytes: int) -> float:
@@ -197,8 +205,13 @@ def load(folder: str, nbytes: int) -> list[dict[str, Any]]:
             taken = peak() - before
             got = [shard.tensor for part in targets for shard in part]
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-            found.append({"slices": f"{name}, verify={verify}", "read": reader.bytes_read / needed,
-                          "memory": (needed + taken) / needed})  # fmt: skip
+            found.append(
+                {
+                    "slices": f"{name}, verify={verify}",
+                    "read": reader.bytes_read / needed,
+                    "memory": (needed + taken) / needed,
+                }
+            )
             dist.barrier()
     return found
 
@@ -244,19 +257,28 @@ def main() -> None:
         rows.append([f"load {case[0]['slices']}: peak memory over own state", "", "", memory, 1.1])
     small, large = (in_folder(1, write, size)[0] for size in (nbytes // 4, 2 * nbytes))
     grown = large["bytes"] / small["bytes"]
-    rows.append([f"{grown:.1f} times the bytes: time over as many times", large["ours"] * 1e3,
-                 small["ours"] * 1e3, large["ours"] / small["ours"] / grown, "1"])  # fmt: skip
+    rows.append(
+        [
+            f"{grown:.1f} times the bytes: time over as many times",
+            large["ours"] * 1e3,
+            small["ours"] * 1e3,
+            large["ours"] / small["ours"] / grown,
+            "1",
+        ]
+    )
     for name, one in (("small", small), ("large", large)):
         rows.append([f"  memory a save takes besides, {name}: MiB", one["extra"] / MIB, one["bytes"] / MIB, "", "-"])
     out = finish(
-        "checkpoint_save", "Saving and loading checkpoints",
-        ["what", "ours (ms)", "peer (ms)", "ratio", "wanted at most"], rows,
+        "checkpoint_save",
+        "Saving and loading checkpoints",
+        ["what", "ours (ms)", "peer (ms)", "ratio", "wanted at most"],
+        rows,
         f"{nbytes / MIB:.0f} MiB (stall and load: one layer of Llama 3.2 1B, 480 MiB) of weights and AdamW state over "
         "all processes, fp32, one thread a process; medians of "
         f"{REPEATS} after one that is left out, the slowest process counts. Peers: torch's copy of one tensor of the "
         "same bytes; write() of parts of 4 MiB and fsync, one file a process. Of the last two rows: MiB, and the "
         f"model's MiB. Load average: {os.getloadavg()[0]:.1f}.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 STEP = 2
 """The step that is counted; the first builds what later ones reuse."""
 NAMES = {
-    "_allgather_base_": "weights gathered", "allgather_into_tensor_coalesced_": "weights gathered",
+    "_allgather_base_": "weights gathered",
+    "allgather_into_tensor_coalesced_": "weights gathered",
     "_reduce_scatter_base_": "gradients reduce-scattered",
     "reduce_scatter_tensor_coalesced_": "gradients reduce-scattered",
-}  # fmt: skip
+}
 
 
 @dataclass

@@ -34,9 +34,15 @@ def measure(method: str, tokens: int) -> dict[str, float]:
     from mgpu_pipe.parallel.context import apply_context_parallel, context_of
     from mgpu_pipe.parallel.memory import AllocationWatch
 
-    config = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 3 * WIDTH,
-              "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-              "max_position_embeddings": tokens}  # fmt: skip
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 3 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": tokens,
+    }
     model: Any = materialise(build_meta(ModelConfig(name="long", type="llama", config=config)), 1, "cpu")
     if method != "none":
         apply_context_parallel(model, dist.group.WORLD, method)
@@ -76,18 +82,36 @@ def main() -> None:
         if abs(shared / alone["loss"] - 1) > 1e-5:
             raise SystemExit(f"{method}: a loss of {shared}, where one process has {alone['loss']}")
         worst = {name: max(rank[name] for rank in ranks) for name in ("kept", "peak", "resident")}
-        rows.append([
-            method, processes, worst["kept"] / MB, worst["kept"] * processes / alone["kept"], worst["peak"] / MB,
-            worst["peak"] / alone["peak"], worst["resident"] / MB, worst["resident"] / alone["resident"],
-        ])  # fmt: skip
+        rows.append(
+            [
+                method,
+                processes,
+                worst["kept"] / MB,
+                worst["kept"] * processes / alone["kept"],
+                worst["peak"] / MB,
+                worst["peak"] / alone["peak"],
+                worst["resident"] / MB,
+                worst["resident"] / alone["resident"],
+            ]
+        )
     out = finish(
-        "context_memory", f"Memory of one sequence of {tokens:,} tokens",
-        ["method", "processes", "kept MB", "kept / closed form", "peak MB", "peak / one process", "resident MB",
-         "resident / one process"], rows,
+        "context_memory",
+        f"Memory of one sequence of {tokens:,} tokens",
+        [
+            "method",
+            "processes",
+            "kept MB",
+            "kept / closed form",
+            "peak MB",
+            "peak / one process",
+            "resident MB",
+            "resident / one process",
+        ],
+        rows,
         "Kept: tensors that the forward pass leaves for the backward pass, over the plain model's in one process "
         "divided by the processes. Peak: all tensors of both passes. Resident: growth of the resident set. "
         "The worst process of each group.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 

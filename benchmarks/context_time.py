@@ -17,8 +17,15 @@ from benchmarks.support import finish
 
 BLOCKS, STEPS, WARM_UP = 4, 6, 1
 WORLD, TOKENS = 2, 2048
-MODEL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
-         "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": TOKENS}  # fmt: skip
+MODEL = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": TOKENS,
+}
 
 
 def register_by_hand() -> None:
@@ -50,10 +57,9 @@ def register_by_hand() -> None:
             part, part_lse = forward(query[:, :, rows], seen[0], seen[1], 0.0, False, scale=scale)
             both = torch.logaddexp(lse[:, :, rows], part_lse)
             out, lse = out.clone(), lse.clone()
-            out[:, :, rows] = (
-                out[:, :, rows] * (lse[:, :, rows] - both).exp().unsqueeze(-1)
-                + part * (part_lse - both).exp().unsqueeze(-1)
-            )
+            out[:, :, rows] = out[:, :, rows] * (lse[:, :, rows] - both).exp().unsqueeze(-1) + part * (
+                part_lse - both
+            ).exp().unsqueeze(-1)
             lse[:, :, rows] = both
             ctx.save_for_backward(query, key, value, out, lse)
             ctx.scale = scale
@@ -70,9 +76,16 @@ def register_by_hand() -> None:
             rows, seen = (slice(half, None), slice(None)) if dist.get_rank() == 0 else (slice(None), slice(half))
             keys = theirs[..., seen, :]
             part_query, *part = backward(
-                grad[:, :, rows], query[:, :, rows], keys[0], keys[1], out[:, :, rows], lse[:, :, rows], 0.0, False,
+                grad[:, :, rows],
+                query[:, :, rows],
+                keys[0],
+                keys[1],
+                out[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                False,
                 scale=ctx.scale,
-            )  # fmt: skip
+            )
             grad_query[:, :, rows] += part_query
             sent = torch.zeros_like(theirs)
             sent[0][:, :, seen], sent[1][:, :, seen] = part
@@ -154,13 +167,14 @@ def main() -> None:
     ours, by_hand = statistics.median(found["ours"]), statistics.median(found["by hand"])
     apart = max(rank["apart"][0] for rank in by_rank)
     out = finish(
-        "context_time", "Step time of ring attention on two CPU processes, over a ring by hand",
+        "context_time",
+        "Step time of ring attention on two CPU processes, over a ring by hand",
         ["tokens", "mgpu_pipe ms", "by hand ms", "ratio", "losses apart"],
         [[tokens, ours * 1e3, by_hand * 1e3, ours / by_hand, apart]],
         f"Llama of {MODEL['num_hidden_layers']} layers of width {MODEL['hidden_size']}, one row, fp32, one thread a "
         f"process, gradients summed in one all-reduce, AdamW; medians of {BLOCKS * (STEPS - WARM_UP)} steps each, "
         f"blocks alternating.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 

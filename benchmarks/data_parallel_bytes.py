@@ -37,14 +37,26 @@ def measure(cases: list[tuple[str, str]], *overrides: str) -> list[dict[str, Any
     world, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for strategy, precision in cases:
-        config, _ = compose([
-            "model=llama_small", f"strategy={strategy}", f"trainer.devices={world}", "trainer.max_steps=2",
-            *(["strategy.dp_replicate=2"] if strategy == "hsdp" else []), f"precision={precision}",
-            "data=synthetic", "data.seq_len=32", f"data.global_batch_size={MICRO_BATCHES * world}",
-            "data.micro_batch_size=1", "data.validation_fraction=0", "checkpoint=none", "logger=none",
-            "trainer.progress=off", "+callbacks.count._target_=benchmarks.collectives.CollectiveCounter",
-            *overrides,
-        ])  # fmt: skip
+        config, _ = compose(
+            [
+                "model=llama_small",
+                f"strategy={strategy}",
+                f"trainer.devices={world}",
+                "trainer.max_steps=2",
+                *(["strategy.dp_replicate=2"] if strategy == "hsdp" else []),
+                f"precision={precision}",
+                "data=synthetic",
+                "data.seq_len=32",
+                f"data.global_batch_size={MICRO_BATCHES * world}",
+                "data.micro_batch_size=1",
+                "data.validation_fraction=0",
+                "checkpoint=none",
+                "logger=none",
+                "trainer.progress=off",
+                "+callbacks.count._target_=benchmarks.collectives.CollectiveCounter",
+                *overrides,
+            ]
+        )
         prepared = prepare(config)
         with tempfile.TemporaryDirectory() as folder:
             paths = RunPaths(Path(folder))
@@ -53,10 +65,14 @@ def measure(cases: list[tuple[str, str]], *overrides: str) -> list[dict[str, Any
         memory = result.summary["memory"]
         kept = sum(memory[f"{part}_gib"][rank] for part in ("weights", "gradients", "optimizer")) * GIB
         counted = CollectiveCounter.last
-        found.append({
-            "kept": kept, "parameters": result.summary["model"]["parameters"],
-            "sent": dict(counted.sent), "calls": dict(counted.calls),
-        })  # fmt: skip
+        found.append(
+            {
+                "kept": kept,
+                "parameters": result.summary["model"]["parameters"],
+                "sent": dict(counted.sent),
+                "calls": dict(counted.calls),
+            }
+        )
     return found
 
 
@@ -82,13 +98,16 @@ def main() -> None:
             kept = max(rank["kept"] for rank in ranks)
             sent = max(sum(rank["sent"].values()) for rank in ranks)
             ideal_kept, ideal_sent = closed_forms(strategy, precision, world, ranks[0]["parameters"])
-            calls = ", ".join(f"{count} x {name} ({ranks[0]['sent'][name] / 1e6:.3g} MB)"
-                              for name, count in ranks[0]["calls"].items())  # fmt: skip
+            calls = ", ".join(
+                f"{count} x {name} ({ranks[0]['sent'][name] / 1e6:.3g} MB)" for name, count in ranks[0]["calls"].items()
+            )
             ratios = [kept / 1e6, kept / ideal_kept, sent / 1e6, sent / ideal_sent]
             rows.append([world, strategy, precision, *ratios, calls])
     out = finish(
-        "data_parallel_bytes", "Bytes a process keeps and sends in a step, over the closed form",
-        ["processes", "strategy", "precision", "kept MB", "kept ratio", "sent MB", "sent ratio", "collectives"], rows,
+        "data_parallel_bytes",
+        "Bytes a process keeps and sends in a step, over the closed form",
+        ["processes", "strategy", "precision", "kept MB", "kept ratio", "sent MB", "sent ratio", "collectives"],
+        rows,
         f"llama_small, {MICRO_BATCHES} micro-batches a step; kept: weights, gradients, AdamW state; the worst process.",
     )
     print(f"written: {out}", file=sys.stderr)

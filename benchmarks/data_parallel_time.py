@@ -1,8 +1,8 @@
 """Step time of data parallelism on two CPU processes, over hand-written torch loops.
 
 ``ddp`` against ``torch.nn.parallel.DistributedDataParallel``, ``fsdp`` against ``fully_shard`` on each block, with the
-same model, step batches and optimizer, in blocks that alternate within the same processes; this project's with its CSV on.
-``python -m benchmarks.data_parallel_time``.
+same model, step batches and optimizer, in blocks that alternate within the same processes; this project's with its CSV
+on. ``python -m benchmarks.data_parallel_time``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,19 @@ MODEL, BATCH = "llama_small", 8
 def configured(strategy: str) -> Any:
     from mgpu_pipe.config.compose import compose
 
-    config, _ = compose([
-        f"model={MODEL}", f"strategy={strategy}", f"trainer.devices={WORLD}", f"trainer.max_steps={STEPS}",
-        f"data.global_batch_size={BATCH}", "data.validation_fraction=0", "checkpoint=none", "logger=none",
-        "trainer.progress=off",
-    ])  # fmt: skip
+    config, _ = compose(
+        [
+            f"model={MODEL}",
+            f"strategy={strategy}",
+            f"trainer.devices={WORLD}",
+            f"trainer.max_steps={STEPS}",
+            f"data.global_batch_size={BATCH}",
+            "data.validation_fraction=0",
+            "checkpoint=none",
+            "logger=none",
+            "trainer.progress=off",
+        ]
+    )
     return config
 
 
@@ -94,8 +102,10 @@ def plain_block(config: Any, prepared: Any, strategy: str) -> list[float]:
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True,
-    )  # fmt: skip
+        lr=config.optimizer.lr,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
     seconds = []
     plan = BatchPlan.resolve(config.data, WORLD)
     step_batches = train_step_batches(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)
@@ -133,15 +143,20 @@ def compare(name: str, title: str, peer: Block, names: dict[str, str]) -> None:
         ours, theirs = statistics.median(found["ours"]), statistics.median(found["peer"])
         rows.append([strategy, names[strategy], ours * 1e3, theirs * 1e3, ours / theirs])
     out = finish(
-        name, title, ["strategy", "peer", "mgpu_pipe ms", "peer ms", "ratio"], rows,
+        name,
+        title,
+        ["strategy", "peer", "mgpu_pipe ms", "peer ms", "ratio"],
+        rows,
         f"{MODEL}, {BATCH} samples of 256 tokens a step, fp32, one thread a process; medians of "
         f"{BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 
 if __name__ == "__main__":
     compare(
-        "data_parallel_time", "Step time on two CPU processes, over a hand-written loop", plain_block,
+        "data_parallel_time",
+        "Step time on two CPU processes, over a hand-written loop",
+        plain_block,
         {"ddp": "DistributedDataParallel", "fsdp": "fully_shard"},
-    )  # fmt: skip
+    )

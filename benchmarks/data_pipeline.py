@@ -63,8 +63,15 @@ def loader_row(config: RunConfig, global_batch_size: int, seq_len: int) -> list[
             template.copy()
 
     ours, peer = seconds_of(load), seconds_of(copy)
-    return [f"load {global_batch_size} x {seq_len}", f"{tokens} tokens", ours, f"{tokens / ours / 1e6:.0f} M tokens/s",
-            "numpy copy of the batches", f"{tokens / peer / 1e6:.0f} M tokens/s", peer / ours]
+    return [
+        f"load {global_batch_size} x {seq_len}",
+        f"{tokens} tokens",
+        ours,
+        f"{tokens / ours / 1e6:.0f} M tokens/s",
+        "numpy copy of the batches",
+        f"{tokens / peer / 1e6:.0f} M tokens/s",
+        peer / ours,
+    ]
 
 
 def packing_row(mean: float, sigma: float, seq_len: int, documents: int = 1_000_000) -> list[Any]:
@@ -75,8 +82,15 @@ def packing_row(mean: float, sigma: float, seq_len: int, documents: int = 1_000_
     packs = pack(starts, lengths, seq_len, "best_fit")
     taken = time.process_time() - mark
     filled = packs.shards.length.sum() / (packs.num_samples * seq_len)
-    return [f"pack mean {mean:g} sigma {sigma:g} into {seq_len}", f"{documents} documents", taken,
-            f"{documents / taken / 1e6:.1f} M documents/s", "samples without a gap", "100 %", float(filled)]
+    return [
+        f"pack mean {mean:g} sigma {sigma:g} into {seq_len}",
+        f"{documents} documents",
+        taken,
+        f"{documents / taken / 1e6:.1f} M documents/s",
+        "samples without a gap",
+        "100 %",
+        float(filled),
+    ]
 
 
 def tokenising_rows(config: RunConfig, cache: Path) -> list[list[Any]]:
@@ -91,10 +105,24 @@ def tokenising_rows(config: RunConfig, cache: Path) -> list[list[Any]]:
         rates.append(count / taken)
     own, others = time.process_time() - own, children_seconds() - others
     return [
-        ["tokenise, 2 processes", f"{count} tokens", taken, f"{rates[1] / 1e6:.2f} M tokens/s",
-         "1 process", f"{rates[0] / 1e6:.2f} M tokens/s", rates[1] / rates[0]],
-        ["processes that one feeds", f"{count} tokens", own, f"{count / own / 1e6:.2f} M tokens/s",
-         "a process's own work", f"{count / others / 1e6:.2f} M tokens/s", others / own],
+        [
+            "tokenise, 2 processes",
+            f"{count} tokens",
+            taken,
+            f"{rates[1] / 1e6:.2f} M tokens/s",
+            "1 process",
+            f"{rates[0] / 1e6:.2f} M tokens/s",
+            rates[1] / rates[0],
+        ],
+        [
+            "processes that one feeds",
+            f"{count} tokens",
+            own,
+            f"{count / own / 1e6:.2f} M tokens/s",
+            "a process's own work",
+            f"{count / others / 1e6:.2f} M tokens/s",
+            others / own,
+        ],
     ]
 
 
@@ -119,8 +147,10 @@ def main() -> None:
         rows += [loader_row(config, *shape) for shape in ((32, 256), (256, 256), (256, 2048), (32, 8192))]
         rows += [packing_row(*shape) for shape in ((200, 0.6, 256), (400, 1.0, 2048), (800, 1.2, 8192))]
         os.sched_setaffinity(0, everywhere)
-    notes = ("ratio: this project's rate over the peer's; of packing, the share of the samples' places that hold a "
-             f"token. Loading, packing: processor seconds, one core. Load average: {os.getloadavg()[0]:.1f}.")
+    notes = (
+        "ratio: this project's rate over the peer's; of packing, the share of the samples' places that hold a "
+        f"token. Loading, packing: processor seconds, one core. Load average: {os.getloadavg()[0]:.1f}."
+    )
     print(finish("data_pipeline", "data pipeline", COLUMNS, rows, notes))
 
 

@@ -77,9 +77,19 @@ def deepspeed_block(config: RunConfig, prepared: PreparedData) -> list[float]:
 def measured(folder: str) -> list[float]:
     """Median seconds of this project's steps, and of DeepSpeed's; on rank 0."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    config, _ = compose(["model=llama_tiny", "strategy=zero3", f"trainer.devices={WORLD}", f"trainer.max_steps={STEPS}",
-                         "data.global_batch_size=16", "checkpoint=none", "data.validation_max_samples=8",
-                         "logger=none", "trainer.progress=off"])  # fmt: skip
+    config, _ = compose(
+        [
+            "model=llama_tiny",
+            "strategy=zero3",
+            f"trainer.devices={WORLD}",
+            f"trainer.max_steps={STEPS}",
+            "data.global_batch_size=16",
+            "checkpoint=none",
+            "data.validation_max_samples=8",
+            "logger=none",
+            "trainer.progress=off",
+        ]
+    )
     prepared = prepare(config)
     ours: list[float] = []
     theirs: list[float] = []
@@ -93,8 +103,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (ours, theirs), *_ = run_group(WORLD, measured, folder)
     out = finish(
-        "deepspeed_time", "ZeRO-3 step, two CPU processes, fp32: mgpu_pipe over DeepSpeed's own engine loop",
-        ["model", "mgpu_pipe ms", "DeepSpeed ms", "ratio"], [["llama_tiny", ours * 1e3, theirs * 1e3, ours / theirs]],
+        "deepspeed_time",
+        "ZeRO-3 step, two CPU processes, fp32: mgpu_pipe over DeepSpeed's own engine loop",
+        ["model", "mgpu_pipe ms", "DeepSpeed ms", "ratio"],
+        [["llama_tiny", ours * 1e3, theirs * 1e3, ours / theirs]],
         f"Medians of {BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating.",
     )
     print(f"written: {out}", file=sys.stderr)

@@ -39,13 +39,27 @@ from tests.support.program import ForkedProgram
 
 STEPS, WORLD_SIZE = 16, 2
 COMMAND = (
-    "strategy=ddp", f"trainer.devices={WORLD_SIZE}", "model=llama_tiny", "model.config.num_hidden_layers=2",
-    "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "data.micro_batch_size=2",
-    "data.synthetic.num_documents=100", "optimizer.lr=3e-4", "trainer.accelerator=cpu", "precision=fp32",
-    "logger=none", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=5", "checkpoint.every_n_steps=2",
-    "checkpoint.resume=auto", "launch.threads_per_worker=1", "launch.collective_timeout=60",
+    "strategy=ddp",
+    f"trainer.devices={WORLD_SIZE}",
+    "model=llama_tiny",
+    "model.config.num_hidden_layers=2",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "data.micro_batch_size=2",
+    "data.synthetic.num_documents=100",
+    "optimizer.lr=3e-4",
+    "trainer.accelerator=cpu",
+    "precision=fp32",
+    "logger=none",
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_every_n_steps=5",
+    "checkpoint.every_n_steps=2",
+    "checkpoint.resume=auto",
+    "launch.threads_per_worker=1",
+    "launch.collective_timeout=60",
     "trainer.deterministic=true",
-)  # fmt: skip
+)
 COLUMNS = ("step", "train/loss", "train/grad_norm", "lr", "val/loss")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP)
 TARGETS = ("launcher", "process", "all")
@@ -82,14 +96,25 @@ class Program:
 
     def __init__(self, words: list[str], place: Path, cache: Path, real: bool) -> None:
         kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-        environment = {**kept, "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1",
-                       "TMPDIR": str(place / "tmp")}  # fmt: skip
+        environment = {
+            **kept,
+            "MGPU_PIPE_CACHE": str(cache),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(place / "tmp"),
+        }
         (place / "tmp").mkdir(exist_ok=True)
         self._forked: ForkedProgram | None = None
         if real:
             self._log = (place / "said").open("w+")
-            self._real = subprocess.Popen([sys.executable, "-m", "mgpu_pipe", *words], cwd=place, env=environment,
-                                          stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log)  # fmt: skip
+            self._real = subprocess.Popen(
+                [sys.executable, "-m", "mgpu_pipe", *words],
+                cwd=place,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+            )
             self.pid = self._real.pid
         else:
             self._forked = ForkedProgram(words, place, environment)
@@ -209,8 +234,10 @@ class Disturbances:
         folder = self._place / "undisturbed" / "run"
         folder.parent.mkdir()
         out = folder.with_name("exported")
-        for words in ([*COMMAND, f"run.dir={folder}", "checkpoint.keep_last=0"],
-                      ["export", str(folder), "--out", str(out)]):  # fmt: skip
+        for words in (
+            [*COMMAND, f"run.dir={folder}", "checkpoint.keep_last=0"],
+            ["export", str(folder), "--out", str(out)],
+        ):
             code, said = Program(words, folder.parent, self._warm, real=False).wait()
             if code:
                 raise Disturbed(f"the undisturbed run ended with {code}: {said[-2000:]}")
@@ -360,11 +387,13 @@ def main() -> None:
     table = [[phase, *(tally.by_phase[phase, number.name] for number in SIGNALS)] for phase in phases]
     ends = ", ".join(f"{code}: {times}" for code, times in sorted(tally.ends.items()))
     out = finish(
-        "disturbances", f"{arguments.count} disturbances over {tally.runs} runs and exports: none lost, none different",
-        ["phase", *(number.name for number in SIGNALS)], table,
+        "disturbances",
+        f"{arguments.count} disturbances over {tally.runs} runs and exports: none lost, none different",
+        ["phase", *(number.name for number in SIGNALS)],
+        table,
         f"seed {arguments.seed}, {arguments.real:g} of the attempts not forked; exit codes of all attempts: {ends}; "
         f"no process, named semaphore, .partial or temporary folder was left; {time.monotonic() - began:.0f} s",
-    )  # fmt: skip
+    )
     print(f"written to {out}")
 
 

@@ -21,9 +21,16 @@ from benchmarks.support import finish
 
 MICRO_BATCHES, ROWS, LENGTH = 2, 4, 64
 CONFIG = {
-    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": LENGTH,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": LENGTH,
+}
 TRANSFERS = ("dispatch_tokens", "return_outputs", "dispatch_output_gradients", "return_token_gradients")
 SEED = 3
 
@@ -78,8 +85,10 @@ def _slots_elsewhere(model: Any, world: int) -> list[int]:
 
     each, found = CONFIG["num_local_experts"] // world, []
     chosen: list[torch.Tensor] = []
-    handles = [layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
-               for layer in model.model.layers]  # fmt: skip
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
+        for layer in model.model.layers
+    ]
     with torch.no_grad():
         for rank in range(world):
             chosen.clear()
@@ -152,8 +161,10 @@ def main() -> None:
             ratio = sent[name] / ideal if ideal else float("inf")
             rows.append([world, name, max(counted), calls, sent[name], ideal, ratio])
     out = finish(
-        "expert_bytes", "Collectives of a step under expert parallelism, over the closed form",
-        ["processes", "collective", "calls", "closed form calls", "sent bytes", "closed form bytes", "ratio"], rows,
+        "expert_bytes",
+        "Collectives of a step under expert parallelism, over the closed form",
+        ["processes", "collective", "calls", "closed form calls", "sent bytes", "closed form bytes", "ratio"],
+        rows,
         f"Mixtral, {CONFIG['num_hidden_layers']} layers, {MICRO_BATCHES} micro-batches; calls of one process.",
     )
     print(f"written: {out}", file=sys.stderr)

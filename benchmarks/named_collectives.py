@@ -17,18 +17,25 @@ from benchmarks.collectives import CollectiveCounter, _group_size, _Mode
 
 FUNCTIONS = {
     # mgpu_pipe.parallel.tensor_collectives and tensor_gradients
-    "all_reduce_sum": "activations summed", "all_gather_sequence": "sequence gathered",
-    "reduce_scatter_sequence": "sequence reduce-scattered", "all_gather_parts": "softmax of the vocabulary gathered",
+    "all_reduce_sum": "activations summed",
+    "all_gather_sequence": "sequence gathered",
+    "reduce_scatter_sequence": "sequence reduce-scattered",
+    "all_gather_parts": "softmax of the vocabulary gathered",
     "all_reduce_together": "replicated gradients summed",
     # context_ring and context_ulysses
-    "pass_keys_and_values": "keys and values passed", "pass_key_and_value_gradients": "their gradients passed",
-    "sequence_to_heads": "sequence to heads", "heads_to_sequence": "heads to sequence",
+    "pass_keys_and_values": "keys and values passed",
+    "pass_key_and_value_gradients": "their gradients passed",
+    "sequence_to_heads": "sequence to heads",
+    "heads_to_sequence": "heads to sequence",
     # pipeline_tied, gradients and strategies.parallel_model
-    "reduce_tied_gradients": "tied gradients exchanged", "counted_norm": "gradient norm",
-    "_unused_of": "used gradients", "_summed": "loss and stop flag",
+    "reduce_tied_gradients": "tied gradients exchanged",
+    "counted_norm": "gradient norm",
+    "_unused_of": "used gradients",
+    "_summed": "loss and stop flag",
     # torch's FSDP2
-    "foreach_all_gather": "weights gathered", "foreach_reduce": "gradients reduce-scattered",
-}  # fmt: skip
+    "foreach_all_gather": "weights gathered",
+    "foreach_reduce": "gradients reduce-scattered",
+}
 """What is sent, by the innermost of these functions on the stack."""
 FORWARD, BACKWARD = "hidden states sent", "hidden states' gradients sent"
 PIPELINE = "_batch_p2p"

@@ -103,9 +103,16 @@ def measure(cases: list[tuple[str, int]], unit_s: float, step_batches: int) -> l
             module = Stage(sleeps)
             assert dist.group.WORLD is not None
             ScheduledStage(
-                module, index, number, torch.device("cpu"), dist.group.WORLD,
-                partial(module.run, index == number - 1), BOUNDARY, torch.float32, stages,
-            )  # fmt: skip
+                module,
+                index,
+                number,
+                torch.device("cpu"),
+                dist.group.WORLD,
+                partial(module.run, index == number - 1),
+                BOUNDARY,
+                torch.float32,
+                stages,
+            )
         schedule = build_schedule(name, stages, micro_batches, lambda loss, _: loss * 1.0)
         spans = []
         for step_batch in range(step_batches + 1):
@@ -137,8 +144,10 @@ def main() -> None:
         ideal = theoretical_bubble(name, RANKS, micro_batches)
         rows.append([name, micro_batches, 100 * ideal, 100 * min(traced), min(traced) / ideal, max(traced) / ideal])
     out = finish(
-        "pipeline_bubble", "The bubble of pipeline schedules, traced over theoretical",
-        ["schedule", "micro-batches", "theoretical %", "traced %", "ratio", "worst ratio"], rows,
+        "pipeline_bubble",
+        "The bubble of pipeline schedules, traced over theoretical",
+        ["schedule", "micro-batches", "theoretical %", "traced %", "ratio", "worst ratio"],
+        rows,
         f"{RANKS} processes, gloo; forward, gradient of inputs and of weights {unit_ms:g} ms of sleep each; "
         f"best and worst of {step_batches} windows.",
     )

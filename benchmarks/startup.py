@@ -54,15 +54,26 @@ def main() -> None:
             times["first step"].append(to_first_step(cwd, number))
             times["check"].append(seconds(["-m", "mgpu_pipe", "check", "experiment=quickstart"], cwd))
             times["check, user's keys"].append(
-                seconds(["-m", "mgpu_pipe", "check", "experiment=quickstart", "model.config.num_hidden_layers=2",
-                         "~optimizer.options.betas", "optimizer._target_=torch.optim.RMSprop"], cwd)
+                seconds(
+                    [
+                        "-m",
+                        "mgpu_pipe",
+                        "check",
+                        "experiment=quickstart",
+                        "model.config.num_hidden_layers=2",
+                        "~optimizer.options.betas",
+                        "optimizer._target_=torch.optim.RMSprop",
+                    ],
+                    cwd,
+                )
             )
     medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [
-        [name, value, value / medians["imports"]] for name, value in medians.items()
-    ]
+    rows = [[name, value, value / medians["imports"]] for name, value in medians.items()]
     finish(
-        "startup", "Start-up, one process", ["what", "seconds", "over the imports"], rows,
+        "startup",
+        "Start-up, one process",
+        ["what", "seconds", "over the imports"],
+        rows,
         f"Medians of {ROUNDS} cold processes. imports: {IMPORTS.removeprefix('import ')}. first step: from the "
         "command to the end of the first optimizer step, data cached; the launcher's composing overlaps with the "
         "worker's imports.",

@@ -36,7 +36,10 @@ from mgpu_pipe.training.recorder import StepRecorder
 
 STEPS, BLOCKS = 1000, 3
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "enable_checkpointing": False, "enable_model_summary": False, "max_steps": STEPS,
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "max_steps": STEPS,
 }
 
 
@@ -124,13 +127,23 @@ def framework(folder: Path) -> float:
     strategy = MeshStrategy(ParallelDims(), torch.device("cpu"), max_norm=1.0)
     paths = RunPaths(folder)
     recorder = StepRecorder(
-        TrainerConfig(), max_steps=STEPS + 1, start_step=0, save_last=False,
+        TrainerConfig(),
+        max_steps=STEPS + 1,
+        start_step=0,
+        save_last=False,
         checkpointer=Checkpointer(CheckpointConfig(), paths, {"global_batch_size": 8}),
-        writer=MetricsWriter(paths.metrics), progress=Progress(STEPS, "bar", stream=io.StringIO(), run_name="toy"),
+        writer=MetricsWriter(paths.metrics),
+        progress=Progress(STEPS, "bar", stream=io.StringIO(), run_name="toy"),
     )
     trainer = pl.Trainer(
-        **QUIET, strategy=strategy, devices=1, logger=False, callbacks=[clock, recorder], enable_progress_bar=False,
-        val_check_interval=NEVER, check_val_every_n_epoch=None,
+        **QUIET,
+        strategy=strategy,
+        devices=1,
+        logger=False,
+        callbacks=[clock, recorder],
+        enable_progress_bar=False,
+        val_check_interval=NEVER,
+        check_val_every_n_epoch=None,
     )
     quiet_signals(trainer)
     trainer.fit(ToyObjective(toy(), adamw, lambda step: 1.0), Batches(step_batches=True))
@@ -161,8 +174,10 @@ def main() -> None:
         median = statistics.median(values)
         rows.append([name, median * 1e6, (median - base) * 1e6, (median - base) / (peer - base)])
     finish(
-        "step_overhead", "Own time a step, toy model of two linear layers",
-        ["loop", "us a step", "us over plain torch", "share of Lightning's"], rows,
+        "step_overhead",
+        "Own time a step, toy model of two linear layers",
+        ["loop", "us a step", "us over plain torch", "share of Lightning's"],
+        rows,
         f"Medians of {BLOCKS} blocks of {STEPS - 100} steps; one thread; mgpu_pipe with CSV row and bar every step.",
     )
     dist.destroy_process_group()

@@ -47,7 +47,9 @@ def plain_block(config: RunConfig, prepared: object) -> list[float]:
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
-        lr=config.optimizer.lr, betas=(0.9, 0.95), fused=True,
+        lr=config.optimizer.lr,
+        betas=(0.9, 0.95),
+        fused=True,
     )
     seconds = []
     plan = BatchPlan.resolve(config.data, 1)
@@ -75,8 +77,13 @@ def main() -> None:
     rows = []
     for model_name, batch in (("llama_small", 8), ("llama_tiny", 8)):
         config, _ = compose(
-            [f"model={model_name}", f"trainer.max_steps={STEPS}", f"data.global_batch_size={batch}",
-             "checkpoint=none", "data.validation_max_samples=8"]
+            [
+                f"model={model_name}",
+                f"trainer.max_steps={STEPS}",
+                f"data.global_batch_size={batch}",
+                "checkpoint=none",
+                "data.validation_max_samples=8",
+            ]
         )
         prepared = prepare(config)
         ours: list[float] = []
@@ -87,8 +94,10 @@ def main() -> None:
         a, b = statistics.median(ours), statistics.median(plain)
         rows.append([model_name, f"{batch} x {config.data.seq_len}", a * 1e3, b * 1e3, a / b])
     out = finish(
-        "step_time", "Training step, one process, fp32: mgpu_pipe over a hand-written torch loop",
-        ["model", "batch", "mgpu_pipe ms", "plain torch ms", "ratio"], rows,
+        "step_time",
+        "Training step, one process, fp32: mgpu_pipe over a hand-written torch loop",
+        ["model", "batch", "mgpu_pipe ms", "plain torch ms", "ratio"],
+        rows,
         f"Medians of {BLOCKS * (STEPS - WARM_UP)} steps each, blocks alternating; CSV, TensorBoard and progress on.",
     )
     dist.destroy_process_group()

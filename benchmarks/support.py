@@ -52,7 +52,11 @@ def finish(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequenc
     kind = "cpu" if accelerator() == "none" else "gpu"
     RESULTS.mkdir(exist_ok=True)
     out = RESULTS / f"{name}-{kind}.json"
-    result = {"title": title, "notes": notes, "machine": machine(),
-              "rows": [dict(zip(columns, row, strict=True)) for row in rows]}
+    result = {
+        "title": title,
+        "notes": notes,
+        "machine": machine(),
+        "rows": [dict(zip(columns, row, strict=True)) for row in rows],
+    }
     out.write_text(json.dumps(result, indent=2) + "\n")
     return out

@@ -22,9 +22,15 @@ from mgpu_pipe.runs.metrics_file import read_metrics
 
 ROUNDS, STEPS, WARM_UP = 2, 11, 3
 OVERRIDES = (
-    "model=llama_small", "data.seq_len=128", "data.global_batch_size=8", f"trainer.max_steps={STEPS}",
-    "checkpoint=none", "data.validation_max_samples=8", "trainer.progress=off", "precision=fp32",
-)  # fmt: skip
+    "model=llama_small",
+    "data.seq_len=128",
+    "data.global_batch_size=8",
+    f"trainer.max_steps={STEPS}",
+    "checkpoint=none",
+    "data.validation_max_samples=8",
+    "trainer.progress=off",
+    "precision=fp32",
+)
 ONE = "one thread"
 OWN = f"sleep after {SPIN_COUNT:,} turns (this project)"
 WAITS = {
@@ -52,10 +58,21 @@ def step_seconds(ranks: int, threads: int, waits: dict[str, str]) -> list[float]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         subprocess.run(
-            [sys.executable, "-m", "mgpu_pipe", *OVERRIDES, f"strategy={'ddp' if ranks > 1 else 'single'}",
-             f"trainer.devices={ranks}", f"launch.threads_per_worker={threads}", f"run.dir={run}"],
-            env={**environment, **waits}, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "mgpu_pipe",
+                *OVERRIDES,
+                f"strategy={'ddp' if ranks > 1 else 'single'}",
+                f"trainer.devices={ranks}",
+                f"launch.threads_per_worker={threads}",
+                f"run.dir={run}",
+            ],
+            env={**environment, **waits},
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         return read_metrics(run / "metrics.csv")["throughput/step_s"][WARM_UP:]
 
 
@@ -77,10 +94,12 @@ def main() -> None:
         median = statistics.median(found)
         rows.append((name, ranks, threads, "-" if wait == ONE else wait, median * 1e3, median / one))
     finish(
-        "thread_waits", "a step by threads and how they wait",
-        ("cores", "ranks", "threads a rank", "waits", "step ms", "over one thread"), rows,
+        "thread_waits",
+        "a step by threads and how they wait",
+        ("cores", "ranks", "threads a rank", "waits", "step ms", "over one thread"),
+        rows,
         f"busy: {cores} other processes compute without end. {ROUNDS} rounds, medians of {STEPS - WARM_UP} steps each.",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -36,16 +36,31 @@ def trainer_block(config: Any, prepared: Any, strategy: str) -> list[float]:
     fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
-            output_dir=folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=BATCH // WORLD,
-            learning_rate=config.optimizer.lr, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0,
-            optim="adamw_torch_fused", logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-            dataloader_pin_memory=False, ddp_find_unused_parameters=False, ddp_broadcast_buffers=False,
-            average_tokens_across_devices=False, **(fsdp if strategy == "fsdp" else {}),
-        )  # fmt: skip
+            output_dir=folder,
+            use_cpu=True,
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH // WORLD,
+            learning_rate=config.optimizer.lr,
+            weight_decay=0.1,
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            optim="adamw_torch_fused",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            ddp_find_unused_parameters=False,
+            ddp_broadcast_buffers=False,
+            average_tokens_across_devices=False,
+            **(fsdp if strategy == "fsdp" else {}),
+        )
         trainer = transformers.Trainer(
-            model=materialise(build_meta(config.model), config.seed, "cpu"), args=arguments,
-            train_dataset=samples(config, prepared), callbacks=[clock],
-        )  # fmt: skip
+            model=materialise(build_meta(config.model), config.seed, "cpu"),
+            args=arguments,
+            train_dataset=samples(config, prepared),
+            callbacks=[clock],
+        )
         if strategy == "fsdp":
             choose_fsdp(trainer)
         trainer.remove_callback(transformers.PrinterCallback)
@@ -59,7 +74,9 @@ def samples(config: Any, prepared: Any) -> list[dict[str, Any]]:
     from mgpu_pipe.data.loader import train_step_batches
     from mgpu_pipe.topology import BatchPlan
 
-    step_batches = train_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, start_sample=0, max_steps=STEPS)
+    step_batches = train_step_batches(
+        config, prepared, BatchPlan.resolve(config.data, 1), 0, start_sample=0, max_steps=STEPS
+    )
     rows = [row for step_batch in step_batches for batch in step_batch.micro_batches for row in batch["input_ids"]]
     return [{"input_ids": row, "labels": row} for row in rows]
 
@@ -84,6 +101,8 @@ def forget() -> None:
 
 if __name__ == "__main__":
     compare(
-        "trainer_time", "Step time on two CPU processes, over Hugging Face Trainer with accelerate", trainer_block,
+        "trainer_time",
+        "Step time on two CPU processes, over Hugging Face Trainer with accelerate",
+        trainer_block,
         {"ddp": "Trainer, DistributedDataParallel", "fsdp": "Trainer, accelerate's FSDP2"},
-    )  # fmt: skip
+    )

@@ -63,16 +63,39 @@ def main() -> None:
             sent = max(sum(rank["sent"].values()) for rank in ranks)
             ideal = closed_forms(int(strategy[-1]), precision, world, ranks[0]["parameters"])
             worst = max(ranks, key=lambda rank: sum(rank["sent"].values()))
-            calls = ", ".join(f"{count} x {name} ({worst['sent'][name] / 1e6:.3g} MB)"
-                              for name, count in worst["calls"].items())  # fmt: skip
-            rows.append([world, strategy, precision, kept / 1e6, kept / ideal[0], updating / ideal[1],
-                         sent / 1e6, sent / ideal[2], calls])  # fmt: skip
+            calls = ", ".join(
+                f"{count} x {name} ({worst['sent'][name] / 1e6:.3g} MB)" for name, count in worst["calls"].items()
+            )
+            rows.append(
+                [
+                    world,
+                    strategy,
+                    precision,
+                    kept / 1e6,
+                    kept / ideal[0],
+                    updating / ideal[1],
+                    sent / 1e6,
+                    sent / ideal[2],
+                    calls,
+                ]
+            )
     out = finish(
-        "zero_bytes", "ZeRO: bytes a process keeps and sends in a step, over the closed form",
-        ["processes", "strategy", "precision", "kept MB", "kept ratio", "in update ratio", "sent MB", "sent ratio",
-         "collectives"], rows,
+        "zero_bytes",
+        "ZeRO: bytes a process keeps and sends in a step, over the closed form",
+        [
+            "processes",
+            "strategy",
+            "precision",
+            "kept MB",
+            "kept ratio",
+            "in update ratio",
+            "sent MB",
+            "sent ratio",
+            "collectives",
+        ],
+        rows,
         f"llama_small, {MICRO_BATCHES} micro-batches a step; kept: weights, gradients, AdamW state; the worst process.",
-    )  # fmt: skip
+    )
     print(f"written: {out}", file=sys.stderr)
 
 

@@ -57,14 +57,16 @@ class ParallelDims:
         if auto:
             if world_size % product:
                 raise ConfigError(
-                    "trainer.devices", world_size,
+                    "trainer.devices",
+                    world_size,
                     f"use a multiple of {product}, for strategy.{auto[0]}=auto fills what remains of {named}",
                     f"{world_size} processes are not divisible by {named}",
                 )
             sizes[auto[0]] = world_size // product
         elif product != world_size:
             raise ConfigError(
-                "trainer.devices", world_size,
+                "trainer.devices",
+                world_size,
                 f"use {product} processes or set one size of the strategy to auto",
                 f"strategy={strategy.name} makes a world of {named} = {product}",
             )
@@ -78,7 +80,9 @@ class ParallelDims:
         if ep != 1 and (ep < 1 or span % ep or ep % sizes["tp"]):
             fits = [n for n in range(1, span + 1) if span % n == 0 and n % sizes["tp"] == 0]
             raise ConfigError(
-                "strategy.ep", strategy.ep, f"use one of {fits}",
+                "strategy.ep",
+                strategy.ep,
+                f"use one of {fits}",
                 f"ep re-cuts dp_shard * tp = {span} and must be a multiple of tp = {sizes['tp']}",
             )
         return ep
@@ -221,7 +225,9 @@ class BatchPlan:
             below = total // data_parallel_size * data_parallel_size
             nearest = " or ".join(str(n) for n in (below, below + data_parallel_size) if n > 0)
             raise ConfigError(
-                "data.global_batch_size", total, f"use {nearest}",
+                "data.global_batch_size",
+                total,
+                f"use {nearest}",
                 f"not divisible by the {data_parallel_size} data-parallel processes",
             )
         share = total // data_parallel_size
@@ -237,7 +243,9 @@ class BatchPlan:
         if micro not in divisors:
             nearest_divisors = sorted(sorted(divisors, key=lambda n: abs(n - micro))[:2])
             raise ConfigError(
-                "data.micro_batch_size", micro, f"use {' or '.join(map(str, nearest_divisors))}",
+                "data.micro_batch_size",
+                micro,
+                f"use {' or '.join(map(str, nearest_divisors))}",
                 f"does not divide a process's share of {share} samples "
                 f"(data.global_batch_size={total} over {data_parallel_size})",
             )

@@ -38,8 +38,13 @@ def mgpu_pipe(*arguments: str, folder: Path, path: Path = ROOT, **environment: s
     """Run the program in ``folder``."""
     variables = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(
-        [sys.executable, "-m", "mgpu_pipe", *arguments], cwd=folder, env=variables, capture_output=True, text=True,
-        timeout=120, check=False,
+        [sys.executable, "-m", "mgpu_pipe", *arguments],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
 
@@ -53,8 +58,14 @@ def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("overrides", [["experiment=quickstart"], ["model=mixtral_tiny", "strategy=ddp"],
-                                       ["callbacks=early_stopping", "trainer.val_every_n_steps=5"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=quickstart"],
+        ["model=mixtral_tiny", "strategy=ddp"],
+        ["callbacks=early_stopping", "trainer.val_every_n_steps=5"],
+    ],
+)
 def test_check_never_imports_torch(tmp_path: Path, overrides: list[str]):
     program = textwrap.dedent(f"""
         import sys
@@ -62,18 +73,33 @@ def test_check_never_imports_torch(tmp_path: Path, overrides: list[str]):
         assert main(["check", *{overrides!r}]) == 0
         print(sorted({{"torch", "transformers", "pytorch_lightning", "pyarrow", "tokenizers"}} & set(sys.modules)))
     """)
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
-    done = mgpu_pipe("trainer.devcies=4", "+trainer.max_stepps=3", "strategy=ddpp", "data.seq_len=long",
-                     "optimizer._target_=os.system", folder=tmp_path)
+    done = mgpu_pipe(
+        "trainer.devcies=4",
+        "+trainer.max_stepps=3",
+        "strategy=ddpp",
+        "data.seq_len=long",
+        "optimizer._target_=os.system",
+        folder=tmp_path,
+    )
     assert (done.code, done.out) == (2, "")
     lines = done.err.splitlines()
     assert [line.split("=")[0] for line in lines] == [
-        "error: trainer.devcies", "error: trainer.max_stepps", "error: strategy", "error: data.seq_len",
+        "error: trainer.devcies",
+        "error: trainer.max_stepps",
+        "error: strategy",
+        "error: data.seq_len",
         "error: optimizer._target_",
     ]
     assert list(tmp_path.iterdir()) == []
@@ -200,8 +226,14 @@ def test_bash_completes_verbs_and_overrides(tmp_path: Path):
         done
     """)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True,
-                          env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines()[1:] == ["generate", "strategy=megatron"]
     assert "hydra_bash_completion mgpu-pipe" in done.stdout.splitlines()[0]
@@ -224,8 +256,14 @@ def test_schema_prints_json(capsys: pytest.CaptureFixture[str]):
 
 def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path):
     command = f"{sys.executable} -m mgpu_pipe schema | head -1"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
@@ -282,7 +320,10 @@ def test_a_sweep_runs_every_job_and_shows_one_table(launched, tmp_path: Path):
     words = ["strategy=ddp", "trainer.devices=1,2", "optimizer.lr=1e-3,3e-4", "trainer.accelerator=cpu"]
     assert cli.main(["-m", *words]) == 0
     assert [(config.trainer.devices, config.optimizer.lr) for config in seen] == [
-        (1, 1e-3), (1, 3e-4), (2, 1e-3), (2, 3e-4)
+        (1, 1e-3),
+        (1, 3e-4),
+        (2, 1e-3),
+        (2, 3e-4),
     ]
     assert [[paths.root.name for paths in table] for table in tables] == [["run1", "run2", "run3", "run4"]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["outputs"]
@@ -361,10 +402,15 @@ def test_an_empty_place_is_refused_before_anything_is_written(
 
 def test_a_deleted_working_directory_is_one_line(tmp_path: Path):
     gone = tmp_path / "gone"
-    program = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m mgpu_pipe \"$@\""
+    program = f'mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m mgpu_pipe "$@"'
     for words in (["check", "model=llama_tiny"], ["ls"], ["report"]):
-        done = subprocess.run(["bash", "-c", program, "-", *words], env={**os.environ, "PYTHONPATH": str(ROOT)},
-                              capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", program, "-", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
         (line,) = done.stderr.splitlines()
         assert line.startswith("error: the working directory is gone")

@@ -43,8 +43,13 @@ def run(command: str, cwd: Path, environment: dict[str, str]) -> subprocess.Comp
     if program == "torchrun":
         return subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", *words, *SHORT],
-            cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert program == "mgpu-pipe", command
     verbs = {"ls", "check", "schema", "generate", "export", "import", "eval", "report", "verify", "checkpoints"}
     return run_program([*words, *([] if words[0] in {*verbs, "--help"} else SHORT)], cwd, environment, 300)
@@ -60,9 +65,12 @@ def test_the_refusal_that_the_readme_shows() -> None:
     shown = re.search(r"^\$ mgpu-pipe (.*)\n(error: .*)$", README, re.MULTILINE)
     assert shown is not None
     done = subprocess.run(
-        [sys.executable, "-m", "mgpu_pipe", *shlex.split(shown[1])], capture_output=True, text=True, check=False,
+        [sys.executable, "-m", "mgpu_pipe", *shlex.split(shown[1])],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=REPOSITORY,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (2, shown[2])
 
 
@@ -79,8 +87,13 @@ def test_make_train_runs_the_quickstart(tmp_path: Path, cache: Path) -> None:
     short = [*SHORT, "model=llama_tiny", "trainer.max_steps=2", "scheduler.warmup_steps=1", "precision=bf16"]
     done = subprocess.run(
         ["make", "train", f"OVERRIDES={' '.join(short)}"],
-        cwd=tmp_path, env=environment(cache), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for word in ("perplexity", "unigram", "report.html", "generate", "export", "def "):
         assert word in done.stdout

@@ -22,8 +22,14 @@ class Reporter:
 
 
 def test_counted_by_reason_with_one_line_to_install() -> None:
-    libaio = str(ConfigError("strategy.offload", "nvme", "install libaio (Debian and Ubuntu: apt-get install "
-                             "libaio-dev; Fedora: libaio-devel)", "it is not here"))  # fmt: skip
+    libaio = str(
+        ConfigError(
+            "strategy.offload",
+            "nvme",
+            "install libaio (Debian and Ubuntu: apt-get install libaio-dev; Fedora: libaio-devel)",
+            "it is not here",
+        )
+    )
     here, elsewhere = ("tests/a.py", 1, f"Skipped: {libaio}"), ["tests/b.py", 2, f"Skipped: {libaio}"]
     reporter = Reporter([here, elsewhere, ("tests/c.py", 3, "Skipped: needs a GPU")])
     show_skipped(reporter)

@@ -46,7 +46,10 @@ def test_coordinates_run_like_the_nested_loops_of_the_mesh():
 @pytest.mark.parametrize(
     ("total", "world", "micro", "expected"),
     [
-        (32, 4, "auto", (8, 1)), (32, 1, "auto", (8, 4)), (30, 2, "auto", (5, 3)), (32, 2, 2, (2, 8)),
+        (32, 4, "auto", (8, 1)),
+        (32, 1, "auto", (8, 4)),
+        (30, 2, "auto", (5, 3)),
+        (32, 2, 2, (2, 8)),
         (7, 1, "auto", (7, 1)),
     ],
 )

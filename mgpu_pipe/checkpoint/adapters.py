@@ -16,7 +16,10 @@ def tensor_shards(name: str, tensor: torch.Tensor, layout: Layout | None = None)
     """The parts of ``name`` (in the unsharded model) that this rank holds, as live views."""
     shape = unsharded_shape(tensor, layout)
     local = local_tensor(tensor).detach()
-    return [LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(tensor, layout)]
+    return [
+        LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.of(local))
+        for part in fragments(tensor, layout)
+    ]
 
 
 def model_shards(model: torch.nn.Module) -> list[LocalShard]:
@@ -87,7 +90,10 @@ def _state_pieces(name: str, value: torch.Tensor, parameter: torch.Tensor, layou
     if local.shape != local_tensor(parameter).shape:
         return tensor_shards(name, local)
     shape = unsharded_shape(parameter, layout)
-    return [LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.of(local)) for part in fragments(parameter, layout)]
+    return [
+        LocalShard(TensorSlice(name, part.offsets, part.shape), shape, part.of(local))
+        for part in fragments(parameter, layout)
+    ]
 
 
 def create_optimizer_state(

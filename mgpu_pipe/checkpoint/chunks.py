@@ -211,4 +211,3 @@ def damage(path: Path, index: int, count: int) -> str:
 
 def number_of_chunks(size: int) -> int:
     return -(-size // CHUNK_BYTES)
-

@@ -113,12 +113,20 @@ def _batches(reader: CheckpointReader, names: list[str]) -> Iterator[list[tuple[
 
 
 def _add(
-    one: CheckpointReader, other: CheckpointReader, kind: str, batch: list[tuple[TensorSlice, tuple[int, ...]]],
+    one: CheckpointReader,
+    other: CheckpointReader,
+    kind: str,
+    batch: list[tuple[TensorSlice, tuple[int, ...]]],
     sums: dict[str, _Sums],
 ) -> None:
     shards = []
     for reader in (one, other):
-        shards.append([LocalShard(tensor_slice, whole, torch.empty(tensor_slice.shape, dtype=torch.float64)) for tensor_slice, whole in batch])
+        shards.append(
+            [
+                LocalShard(tensor_slice, whole, torch.empty(tensor_slice.shape, dtype=torch.float64))
+                for tensor_slice, whole in batch
+            ]
+        )
         reader.read(shards[-1], kind)
     for a, b in zip(*shards, strict=True):
         total, left, right = sums[a.tensor_slice.name], a.tensor, b.tensor

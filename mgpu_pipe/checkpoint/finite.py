@@ -12,9 +12,13 @@ import numpy as np
 from mgpu_pipe.checkpoint.files import Buffer
 
 _LEAST_NOT_FINITE = {
-    "F64": (8, 0x7FF0_0000_0000_0000), "F32": (4, 0x7F80_0000), "F16": (2, 0x7C00), "BF16": (2, 0x7F80),
-    "F8_E4M3": (1, 0x7F), "F8_E5M2": (1, 0x7C),
-}  # fmt: skip
+    "F64": (8, 0x7FF0_0000_0000_0000),
+    "F32": (4, 0x7F80_0000),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E4M3": (1, 0x7F),
+    "F8_E5M2": (1, 0x7C),
+}
 """Bytes of a number, and the least bits (without the sign) of one that is not finite, by safetensors dtype."""
 
 

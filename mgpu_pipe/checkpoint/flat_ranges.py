@@ -1,4 +1,6 @@
-"""Ranges of flattened tensors as tensor slices: ZeRO cuts parameters where its flat buffers happen to be cut. Torch-free."""
+"""Ranges of flattened tensors as tensor slices: ZeRO cuts parameters where its flat buffers happen to be cut.
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from mgpu_pipe.checkpoint.tensor_slices import TensorSlice
 def flat_slices(name: str, shape: Sequence[int], start: int, stop: int) -> list[TensorSlice]:
     """Tensor slices that hold, in order, the elements ``start`` to ``stop`` of the flattened (row-major) tensor.
 
-    Each tensor slice is contiguous in the flattened tensor, so the elements of a tensor slice are a slice of the range. There are at
-    most ``2 * len(shape) - 1`` of them: partial blocks before and after a run of whole ones, in every dim but the
-    last; none where the range is empty.
+    Each tensor slice is contiguous in the flattened tensor, so the elements of a tensor slice are a slice of the range.
+    There are at most ``2 * len(shape) - 1`` of them: partial blocks before and after a run of whole ones, in every dim
+    but the last; none where the range is empty.
 
     Raises:
         ValueError: the range leaves the tensor.

@@ -1,4 +1,6 @@
-"""Loading: each rank fills its own local shards from whatever tensor slices there are, and reads no more than that takes."""
+"""Loading: each rank fills its own local shards from whatever tensor slices there are, and reads no more than that
+takes.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ class CheckpointReader:
         parts: dict[str, list[_Part]] = {}
         for shard in shards:
             if tuple(shard.tensor.shape) != shard.tensor_slice.shape:
-                raise ValueError(f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its box's")
+                raise ValueError(
+                    f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its box's"
+                )
             for source, file in self.manifest.tensors[kind][shard.tensor_slice.name].tensor_slices:
                 both = source.intersection(shard.tensor_slice)
                 if both is not None:
@@ -203,11 +207,7 @@ def _rows(whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ..
 
 
 def _read_block(
-    file: TensorFile,
-    start: int,
-    whole: tuple[int, ...],
-    offsets: tuple[int, ...],
-    block: torch.Tensor,
+    file: TensorFile, start: int, whole: tuple[int, ...], offsets: tuple[int, ...], block: torch.Tensor
 ) -> None:
     """Read the block at ``offsets`` of a stored tensor of shape ``whole``, whose data begins at byte ``start``."""
     item = block.element_size()

@@ -16,15 +16,7 @@ from typing import Any
 from mgpu_pipe.checkpoint import files
 from mgpu_pipe.checkpoint.chunks import FileRecord, number_of_chunks
 from mgpu_pipe.checkpoint.layout import CONFIG, FORMAT_VERSION, KINDS, MANIFEST, STATE
-from mgpu_pipe.checkpoint.strict_json import (
-    as_list,
-    as_object,
-    as_size,
-    as_sizes,
-    as_text,
-    canonical,
-    parse,
-)
+from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_sizes, as_text, canonical, parse
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
 from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointError
@@ -73,7 +65,10 @@ class Manifest:
                     name: {
                         "shape": list(tensor.shape),
                         "dtype": tensor.dtype,
-                        "boxes": [[list(tensor_slice.offsets), list(tensor_slice.shape), file] for tensor_slice, file in tensor.tensor_slices],
+                        "boxes": [
+                            [list(tensor_slice.offsets), list(tensor_slice.shape), file]
+                            for tensor_slice, file in tensor.tensor_slices
+                        ],
                     }
                     for name, tensor in tensors.items()
                 }

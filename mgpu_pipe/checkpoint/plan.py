@@ -23,7 +23,14 @@ class Held:
 
     def to_json(self) -> list[object]:
         tensor_slice = self.tensor_slice
-        return [self.kind, tensor_slice.name, list(tensor_slice.offsets), list(tensor_slice.shape), list(self.global_shape), self.dtype]
+        return [
+            self.kind,
+            tensor_slice.name,
+            list(tensor_slice.offsets),
+            list(tensor_slice.shape),
+            list(self.global_shape),
+            self.dtype,
+        ]
 
     @classmethod
     def from_json(cls, value: Sequence[object]) -> Held:
@@ -45,8 +52,8 @@ def plan_files(held: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTens
         ``[kind][name]``: the manifest's tensors.
 
     Raises:
-        CheckpointSaveError: ranks disagree about a tensor's shape or dtype, a rank lists a tensor slice twice, or the tensor slices
-            do not cover each tensor exactly once.
+        CheckpointSaveError: ranks disagree about a tensor's shape or dtype, a rank lists a tensor slice twice, or the
+            tensor slices do not cover each tensor exactly once.
     """
     holders: dict[tuple[str, TensorSlice], list[int]] = {}
     facts: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
@@ -63,7 +70,9 @@ def plan_files(held: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTens
                 continue
             ranks = holders.setdefault((item.kind, item.tensor_slice), [])
             if ranks and ranks[-1] == rank:  # ranks come in order
-                raise CheckpointSaveError(f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} lists {item.tensor_slice.key} twice")
+                raise CheckpointSaveError(
+                    f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} lists {item.tensor_slice.key} twice"
+                )
             ranks.append(rank)
     writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in facts.items()}, len(held))
     found: dict[tuple[str, str], list[tuple[TensorSlice, str]]] = {key: [] for key in facts}

@@ -42,7 +42,8 @@ def followed(steps: Sequence[int], before: int | None = None) -> Sequence[int]:
 
 
 def best(metrics: Mapping[int, float | None], count: int) -> list[int]:
-    """The ``count`` steps with the lowest metric, the best first; of equals the earlier. Steps without it do not count.
+    """The ``count`` steps with the lowest metric, the best first; of equals the earlier. Steps without it do not
+    count.
     """
     ranked = sorted((value, step) for step, value in metrics.items() if value is not None)
     return [step for _, step in ranked[:count]]

@@ -73,13 +73,18 @@ class Planner:
         self._plan: Plan = {}
 
     def plan(
-        self, root: Path, step: int, model: Sequence[LocalShard], optimizer: Sequence[LocalShard], group: dist.ProcessGroup | None
+        self,
+        root: Path,
+        step: int,
+        model: Sequence[LocalShard],
+        optimizer: Sequence[LocalShard],
+        group: dist.ProcessGroup | None,
     ) -> Plan:
         """The files of a save; the same on all ranks. A collective call; the arguments are those of :func:`save`.
 
         Raises:
-            CheckpointSaveError: on all ranks, when a rank's local shards cannot be saved, or all local shards together do not
-                cover every tensor exactly once.
+            CheckpointSaveError: on all ranks, when a rank's local shards cannot be saved, or all local shards together
+                do not cover every tensor exactly once.
         """
         failed = _failure(root, step)
         held: list[Held] = []
@@ -161,7 +166,9 @@ def _failure(root: Path, step: int) -> str:
 def planned_for(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) -> list[LocalShard]:
     """Those of a rank's local shards that it is the one to write."""
     name = layout.tensor_file_name(kind, rank)
-    mine = {tensor_slice for tensor in plan[kind].values() for tensor_slice, file in tensor.tensor_slices if file == name}
+    mine = {
+        tensor_slice for tensor in plan[kind].values() for tensor_slice, file in tensor.tensor_slices if file == name
+    }
     return [shard for shard in shards if shard.tensor_slice in mine]
 
 
@@ -169,7 +176,8 @@ def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> li
     """What this rank holds.
 
     Raises:
-        ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has no known dtype.
+        ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has no known
+            dtype.
     """
     held: list[Held] = []
     for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):

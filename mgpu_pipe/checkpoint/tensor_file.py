@@ -22,11 +22,22 @@ from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_siz
 from mgpu_pipe.errors import CheckpointError
 
 ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8,
-    "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "F32": 4,
+    "I32": 4,
+    "U32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "U16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 """Size in bytes of one element of each safetensors dtype that a checkpoint may hold."""
 
 MAX_HEADER_BYTES = 100_000_000

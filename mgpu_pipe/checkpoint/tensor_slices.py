@@ -42,8 +42,7 @@ class TensorSlice:
             return None
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
         high = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
         )
         if any(h <= lo for lo, h in zip(low, high, strict=True)):
             return None
@@ -52,7 +51,8 @@ class TensorSlice:
 
 @dataclass
 class LocalShard:
-    """A tensor slice, the shape of the whole tensor it belongs to, and the live tensor (of the tensor slice's shape) that fills it.
+    """A tensor slice, the shape of the whole tensor it belongs to, and the live tensor (of the tensor slice's shape)
+    that fills it.
 
     Saving reads ``tensor``; loading writes into it in place.
     """
@@ -72,7 +72,8 @@ def tiling_fault(global_shape: Sequence[int], tensor_slices: Sequence[TensorSlic
             return f"{tensor_slice.key} does not have the {len(global_shape)} dimensions of the tensor"
         for offset, size, limit in zip(tensor_slice.offsets, tensor_slice.shape, global_shape, strict=True):
             if offset < 0 or size < 0 or offset + size > limit:
-                return f"{tensor_slice.key} of shape {list(tensor_slice.shape)} leaves the tensor of shape {list(global_shape)}"
+                held = f"{tensor_slice.key} of shape {list(tensor_slice.shape)}"
+                return f"{held} leaves the tensor of shape {list(global_shape)}"
     if 0 not in global_shape and not all(tensor_slice.volume for tensor_slice in tensor_slices):
         return f"one of its {len(tensor_slices)} boxes holds nothing"
     try:
@@ -92,13 +93,16 @@ class _TooEntangled(Exception):
 
 
 MOST_ENTANGLED = 512
-"""Tensor slices that are compared pair by pair. What strategies cut falls apart by straight cuts, one dim after another."""
+"""Tensor slices that are compared pair by pair. What strategies cut falls apart by straight cuts, one dim after
+another.
+"""
 MOST_LOOKS = 64
 """Times that a tensor slice may be looked at: cuts that lie in one another."""
 
 
 def _first_overlap(tensor_slices: list[TensorSlice], dims: Sequence[int]) -> tuple[TensorSlice, TensorSlice] | None:
-    """Two tensor slices that overlap; None if none do. Straight cuts part the tensor slices until few are left together.
+    """Two tensor slices that overlap; None if none do. Straight cuts part the tensor slices until few are left
+    together.
 
     Raises:
         _TooEntangled: more are left together than are compared, or parting them takes too many cuts.

@@ -37,44 +37,92 @@ def model_axis_errors(
     sizes = [size for size in range(1, span + 1) if span % size == 0 and size % dims.tp == 0]
     errors += expert_parallel_errors(fields, model_type, dims.ep, [1, *sizes])
     errors += pipeline_errors(
-        fields, model_type, dims.pp, strategy.pipeline.schedule, plan.num_micro_batches, config.model.compile,
-        strategy.pipeline.layers or None, strategy.pipeline.stages_per_rank,
+        fields,
+        model_type,
+        dims.pp,
+        strategy.pipeline.schedule,
+        plan.num_micro_batches,
+        config.model.compile,
+        strategy.pipeline.layers or None,
+        strategy.pipeline.stages_per_rank,
         checkpointing=strategy.activation_checkpointing,
-    )  # fmt: skip
+    )
     return errors
 
 
 def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     strategy, errors = config.strategy, list[ConfigError]()
     if strategy.sequence_parallel and dims.tp == 1:
-        errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false",
-                                  "it splits activations over the tensor-parallel ranks"))
+        errors.append(
+            ConfigError(
+                "strategy.sequence_parallel",
+                True,
+                "give strategy.tp, or use false",
+                "it splits activations over the tensor-parallel ranks",
+            )
+        )
     schedule, precision = strategy.pipeline.schedule, resolve_precision(config)
     if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision == "fp8":
         fix = "use 1f1b or interleaved_1f1b, or precision=bf16"
-        errors.append(ConfigError("strategy.pipeline.schedule", schedule, fix,
-                                  "it splits the backward pass, which float8 products do not go with"))
+        errors.append(
+            ConfigError(
+                "strategy.pipeline.schedule",
+                schedule,
+                fix,
+                "it splits the backward pass, which float8 products do not go with",
+            )
+        )
     if strategy.pipeline.layers and dims.pp == 1:
-        errors.append(ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, "give strategy.pp, or leave it "
-                                  "out", "there is one stage"))
+        errors.append(
+            ConfigError(
+                "strategy.pipeline.layers",
+                strategy.pipeline.layers,
+                "give strategy.pp, or leave it out",
+                "there is one stage",
+            )
+        )
     if strategy.sequence_parallel and dims.cp * dims.tp > 1 and config.data.seq_len % (dims.cp * dims.tp):
         unit = dims.cp * dims.tp
-        errors.append(ConfigError("data.seq_len", config.data.seq_len, f"use a multiple of {unit}",
-                                  "sequence parallelism splits what context parallelism leaves"))
+        errors.append(
+            ConfigError(
+                "data.seq_len",
+                config.data.seq_len,
+                f"use a multiple of {unit}",
+                "sequence parallelism splits what context parallelism leaves",
+            )
+        )
     if strategy.offload != "none" and dims.uses_model_axes:
-        errors.append(ConfigError("strategy.offload", strategy.offload, "use none",
-                                  "offload works with the data-parallel strategies only"))
+        errors.append(
+            ConfigError(
+                "strategy.offload", strategy.offload, "use none", "offload works with the data-parallel strategies only"
+            )
+        )
     flash = config.model.attn_implementation == "flash_attention_2"
     if flash and dims.pp > 1:
-        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
-                                  "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect"))
+        errors.append(
+            ConfigError(
+                "model.attn_implementation",
+                "flash_attention_2",
+                "use auto or sdpa",
+                "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect",
+            )
+        )
     if flash and strategy.sequence_parallel and dims.ep > 1 and config.objective.router_aux_loss:
-        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa",
-                                  "it lays rows end to end, which the routers' balance loss cannot tell apart where "
-                                  "sequence parallelism and expert parallelism share the ranks"))
+        errors.append(
+            ConfigError(
+                "model.attn_implementation",
+                "flash_attention_2",
+                "use auto or sdpa",
+                "it lays rows end to end, which the routers' balance loss cannot tell apart where "
+                "sequence parallelism and expert parallelism share the ranks",
+            )
+        )
     if config.precision.name == "fp8" and dims.tp > 1:
-        errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1",
-                                  "tensor parallelism has no float8 products"))
+        errors.append(
+            ConfigError(
+                "precision.name", "fp8", "use bf16, or strategy.tp=1", "tensor parallelism has no float8 products"
+            )
+        )
     return errors
 
 
@@ -86,6 +134,11 @@ def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:
         size = getattr(dims, axis)
         if size > 1 and devices % span:
             product = "" if span == size else f" x cp={dims.cp}"
-            found.append((f"strategy.{axis}", f"groups of {axis}={size}{product} reach across nodes of {devices} "
-                          f"devices, and exchange activations in every layer; a divisor of {devices} stays inside"))
+            found.append(
+                (
+                    f"strategy.{axis}",
+                    f"groups of {axis}={size}{product} reach across nodes of {devices} "
+                    f"devices, and exchange activations in every layer; a divisor of {devices} stays inside",
+                )
+            )
     return found

@@ -30,13 +30,22 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
     """Everything missing for the deepspeed engine with this configuration's offload."""
     errors: list[BadInputError] = []
     if importlib.util.find_spec("deepspeed") is None:
-        errors.append(ConfigError("strategy.engine", "deepspeed", "install it: pip install deepspeed",
-                                  "DeepSpeed is not installed"))
+        errors.append(
+            ConfigError(
+                "strategy.engine", "deepspeed", "install it: pip install deepspeed", "DeepSpeed is not installed"
+            )
+        )
     if config.strategy.offload == "nvme":
         errors += [*_path_errors(config), *compiler_errors()]
         if device_type(config) == "cuda" and not _has_cuda_headers():
-            errors.append(ConfigError("strategy.offload", "nvme", "install the CUDA toolkit, or set CUDA_HOME",
-                                      "DeepSpeed compiles its file access against CUDA's headers"))
+            errors.append(
+                ConfigError(
+                    "strategy.offload",
+                    "nvme",
+                    "install the CUDA toolkit, or set CUDA_HOME",
+                    "DeepSpeed compiles its file access against CUDA's headers",
+                )
+            )
     return errors
 
 
@@ -55,8 +64,10 @@ def state_bytes(config: RunConfig) -> int | None:
     if count is None:
         return None
     name = config.optimizer._target_.rpartition(".")[2]
-    return count.total * (MASTER_AND_GRADIENT_BYTES + STATE_BYTES.get(name, ADAM_STATE_BYTES)) // max(
-        1, config.trainer.num_nodes
+    return (
+        count.total
+        * (MASTER_AND_GRADIENT_BYTES + STATE_BYTES.get(name, ADAM_STATE_BYTES))
+        // max(1, config.trainer.num_nodes)
     )
 
 
@@ -105,11 +116,14 @@ def _compiler_errors() -> Iterator[BadInputError]:
         yield from missing_compiler(key, value, COMPILES)
     yield from missing_headers(key, value, COMPILES)
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
-        yield ConfigError(key, value, "install it: pip install ninja",
-                          f"{COMPILES}, and there is no ninja")
+        yield ConfigError(key, value, "install it: pip install ninja", f"{COMPILES}, and there is no ninja")
     if cxx is not None and not _has_libaio(cxx):
-        yield ConfigError(key, value, "install libaio (Debian and Ubuntu: apt-get install libaio-dev; "
-                          "Fedora: libaio-devel)", "DeepSpeed reads and writes through libaio, which is not here")
+        yield ConfigError(
+            key,
+            value,
+            "install libaio (Debian and Ubuntu: apt-get install libaio-dev; Fedora: libaio-devel)",
+            "DeepSpeed reads and writes through libaio, which is not here",
+        )
 
 
 def _has_libaio(cxx: str) -> bool:

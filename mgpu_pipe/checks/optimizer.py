@@ -49,8 +49,13 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if name in ELEMENTWISE and plain:
         found: Findings = {"scope": "element", "in_place": True, "state_at_start": name in STATE_AT_START}
     else:
-        given = {"target": target, "lr": optimizer.lr, "weight_decay": optimizer.weight_decay,
-                 "options": optimizer.options, "cuda": device_type(config) == "cuda"}  # fmt: skip
+        given = {
+            "target": target,
+            "lr": optimizer.lr,
+            "weight_decay": optimizer.weight_decay,
+            "options": optimizer.options,
+            "cuda": device_type(config) == "cuda",
+        }
         found = _tried(json.dumps(given))
     if found.get("refusal") is not None:
         return [_refusal(config, found)]
@@ -83,9 +88,11 @@ def _in(value: object, below: float) -> bool:
 def _tried(given: str) -> Findings:
     """What the probe finds out; a sweep's jobs ask the same."""
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "mgpu_pipe.training.optimizer_probe"]
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)

@@ -46,23 +46,34 @@ def pipeline_errors(
     if model_type not in STAGE_PARTS:
         families, axes = ", ".join(sorted(STAGE_PARTS)), axes_of(model_type)
         errors.append(
-            ConfigError("strategy.pp", pp, f"use 1 (the axes for it are {axes}), or one of the families {families}",
-                        f"models of the {model_type} family cannot be cut into stages")
-        )  # fmt: skip
+            ConfigError(
+                "strategy.pp",
+                pp,
+                f"use 1 (the axes for it are {axes}), or one of the families {families}",
+                f"models of the {model_type} family cannot be cut into stages",
+            )
+        )
     traits = SCHEDULES[schedule]
     whole = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
     if compile_model and traits.splits_backward:
         errors.append(
-            ConfigError("model.compile", True, f"use false, or {SCHEDULE_KEY}={whole}",
-                        f"{schedule} computes gradients of inputs and weights apart, which torch refuses to do with "
-                        "compiled modules")
-        )  # fmt: skip
+            ConfigError(
+                "model.compile",
+                True,
+                f"use false, or {SCHEDULE_KEY}={whole}",
+                f"{schedule} computes gradients of inputs and weights apart, which torch refuses to do with "
+                "compiled modules",
+            )
+        )
     if checkpointing == "selective" and traits.splits_backward:
         errors.append(
-            ConfigError("strategy.activation_checkpointing", checkpointing,
-                        f"use full or none, or {SCHEDULE_KEY}={whole}",
-                        f"{schedule} goes back through a block twice, which torch refuses where it is kept in part")
-        )  # fmt: skip
+            ConfigError(
+                "strategy.activation_checkpointing",
+                checkpointing,
+                f"use full or none, or {SCHEDULE_KEY}={whole}",
+                f"{schedule} goes back through a block twice, which torch refuses where it is kept in part",
+            )
+        )
     errors += _stages_errors(schedule, stages_per_rank)
     if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
         stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
@@ -72,10 +83,13 @@ def pipeline_errors(
     if not micro_batches_fit(schedule, pp, num_micro_batches):
         fitting = fitting_micro_batches(schedule, pp, num_micro_batches)
         errors.append(
-            ConfigError(SCHEDULE_KEY, schedule,
-                        f"make it {' or '.join(map(str, fitting))} by data.global_batch_size or data.micro_batch_size",
-                        f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step")
-        )  # fmt: skip
+            ConfigError(
+                SCHEDULE_KEY,
+                schedule,
+                f"make it {' or '.join(map(str, fitting))} by data.global_batch_size or data.micro_batch_size",
+                f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step",
+            )
+        )
     return errors
 
 
@@ -93,8 +107,11 @@ def _stages_errors(schedule: str, stages_per_rank: StagesPerRank) -> list[Config
     if traits.more_stages and stages_per_rank > traits.stages_per_rank:
         return []
     least = f"at least {traits.stages_per_rank}" if traits.more_stages else str(traits.stages_per_rank)
-    return [ConfigError("strategy.pipeline.stages_per_rank", stages_per_rank, f"use {least}",
-                        f"{schedule} has {least} on a rank")]  # fmt: skip
+    return [
+        ConfigError(
+            "strategy.pipeline.stages_per_rank", stages_per_rank, f"use {least}", f"{schedule} has {least} on a rank"
+        )
+    ]
 
 
 def _layer_errors(
@@ -105,18 +122,24 @@ def _layer_errors(
         smaller = f"strategy.pp={num_layers // each}" if num_layers // each > 1 else "strategy.pp=1"
         fewer = f", or {SCHEDULE_KEY}=1f1b" if each > 1 and pp <= num_layers else ""
         fix = f"use at most {smaller}{fewer}, or a model of at least {stages} layers"
-        return [ConfigError("strategy.pp", pp, fix,
-                            f"{schedule} cuts {num_layers} layers into {stages} stages")]  # fmt: skip
+        return [ConfigError("strategy.pp", pp, fix, f"{schedule} cuts {num_layers} layers into {stages} stages")]
     if by_hand is None:
         return []
     given = ",".join(map(str, by_hand))
     if len(by_hand) != stages:
-        return [ConfigError(LAYERS_KEY, given, f"give {stages} numbers",
-                            f"{schedule} with pp={pp} has {stages} stages")]  # fmt: skip
+        return [
+            ConfigError(LAYERS_KEY, given, f"give {stages} numbers", f"{schedule} with pp={pp} has {stages} stages")
+        ]
     if min(by_hand) < 1:
         return [ConfigError(LAYERS_KEY, given, "give every stage at least 1 layer")]
     if sum(by_hand) != num_layers:
         even = [num_layers // stages + (index < num_layers % stages) for index in range(stages)]
-        return [ConfigError(LAYERS_KEY, given, f"make the sum {num_layers}, e.g. {','.join(map(str, even))}",
-                            f"the sum is {sum(by_hand)}, the model has {num_layers} layers")]  # fmt: skip
+        return [
+            ConfigError(
+                LAYERS_KEY,
+                given,
+                f"make the sum {num_layers}, e.g. {','.join(map(str, even))}",
+                f"the sum is {sum(by_hand)}, the model has {num_layers} layers",
+            )
+        ]
     return []

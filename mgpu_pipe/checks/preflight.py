@@ -195,8 +195,9 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
         made_for = json_file(settings).get(MODEL_VOCABULARY) if settings.is_file() else None
         return int(max(ids)) + 1, made_for if isinstance(made_for, int) else None
     except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json",
-                          f"cannot be read ({type(error).__name__})") from error
+        raise ConfigError(
+            "data.tokenizer", file, "give a whole tokenizer.json", f"cannot be read ({type(error).__name__})"
+        ) from error
 
 
 def _size_errors(config: RunConfig) -> list[BadInputError]:

@@ -62,7 +62,9 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     if data.source not in DATA_SOURCES:  # a plug-in's may read any
         return
     for key, sources in (
-        ("text_column", ("jsonl", "parquet")), ("messages_column", ("chat_jsonl",)), ("synthetic", ("synthetic",)),
+        ("text_column", ("jsonl", "parquet")),
+        ("messages_column", ("chat_jsonl",)),
+        ("synthetic", ("synthetic",)),
     ):
         if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:
             yield f"data.{key}", f"data.source={data.source} has none"

@@ -58,8 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("first", type=Path, help="run's folder (its newest whole step) or step's folder")
     compare.add_argument("second", type=Path)
     compare.add_argument("--weights", action="store_true", help="leave the optimizer's state out")
-    compare.add_argument("--tolerance", type=non_negative, default=0.0, metavar="X",
-                         help="relative difference of a tensor that still counts as the same")  # fmt: skip
+    compare.add_argument(
+        "--tolerance",
+        type=non_negative,
+        default=0.0,
+        metavar="X",
+        help="relative difference of a tensor that still counts as the same",
+    )
     prune = actions.add_parser("prune", help="show which steps would go, and with --yes delete them")
     prune.add_argument("--keep-last", type=positive_int, required=True, metavar="N", help="newest whole steps kept")
     prune.add_argument("--keep-every", type=positive_int, metavar="K", help="multiples of this are kept too")
@@ -102,7 +107,9 @@ def _check(arguments: argparse.Namespace) -> int:
         one = inventory.inspect_step(step, path, "full" if arguments.full else "size")
         steps.append(one)
         files = f"{one.nbytes:,} bytes {'read' if arguments.full else 'in files of the right sizes'}"
-        lines(f"{relative_to_cwd(path)}: {f'whole, {files}' if one.whole else f'damaged in {len(one.faults)} place(s)'}")
+        lines(
+            f"{relative_to_cwd(path)}: {f'whole, {files}' if one.whole else f'damaged in {len(one.faults)} place(s)'}"
+        )
     if not arguments.full:
         lines("sizes and manifests only; --full reads every byte")
     return _report_damage(steps)
@@ -227,7 +234,10 @@ def _kept(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _list, "check": _check, "compare": _compare, "prune": _prune,
-}  # fmt: skip
+    "list": _list,
+    "check": _check,
+    "compare": _compare,
+    "prune": _prune,
+}
 
 VERB = Verb("list, check, compare and prune checkpoints", checkpoints, first_words=lambda: list(ACTIONS))

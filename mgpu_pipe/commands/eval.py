@@ -40,8 +40,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     step_batches = evaluation_step_batches(prepared, BatchPlan.resolve(config.data, 1), 0)
     if not len(step_batches):
         raise ConfigError(
-            "data.validation_fraction", config.data.validation_fraction,
-            "set it above 0, or give held-out files by data.validation_paths", "nothing is held out",
+            "data.validation_fraction",
+            config.data.validation_fraction,
+            "set it above 0, or give held-out files by data.validation_paths",
+            "nothing is held out",
         )
     fix_rotary_length(run.model, config.data.seq_len)
     result = evaluate_step_batches(run.model, step_batches)

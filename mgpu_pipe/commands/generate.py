@@ -15,11 +15,17 @@ from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_dev
 def generate(argv: Sequence[str]) -> int:
     """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation."""
     parser = parser_of("generate", "Continue prompts.")
-    parser.add_argument("--prompt", action="append", metavar="TEXT",
-                        help="text to continue; repeatable; default: standard input")  # fmt: skip
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; default: standard input"
+    )
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="N", help="default 64")
-    parser.add_argument("--temperature", type=non_negative, default=0.8, metavar="T",
-                        help="default 0.8; 0 always takes the likeliest token")  # fmt: skip
+    parser.add_argument(
+        "--temperature",
+        type=non_negative,
+        default=0.8,
+        metavar="T",
+        help="default 0.8; 0 always takes the likeliest token",
+    )
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
@@ -38,9 +44,15 @@ def _generate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.generation import generate_text, without_controls
 
     texts = generate_text(
-        run.model, run.tokenizer(), prompts, max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed,
-    )  # fmt: skip
+        run.model,
+        run.tokenizer(),
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             print("---")

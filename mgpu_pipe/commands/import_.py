@@ -22,8 +22,13 @@ def import_weights(argv: Sequence[str]) -> int:
     parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="checkpoint to read")
     parser.add_argument("overrides", nargs="*", metavar="model.KEY=VALUE", help="the model that was trained")
     parser.add_argument("--prefix", default="", help="what stands before the model's own names, e.g. model.")
-    parser.add_argument("--ignore", action="append", default=[], metavar="PATTERN",
-                        help="tensors to leave out, e.g. 'metric.*'; repeatable")  # fmt: skip
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors to leave out, e.g. 'metric.*'; repeatable",
+    )
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put beside the weights")
     parser.add_argument("--trust", action="store_true", help="run the code that a DeepSpeed folder's pickles bring")
     takes_target(parser)

@@ -26,8 +26,13 @@ def report(argv: list[str]) -> int:
         prog="mgpu-pipe report",
         description="Write report.html of a run, or a comparison of several, as one file that needs no network.",
     )
-    parser.add_argument("run", nargs="*", type=Path, metavar="RUN",
-                        help="a run's folder; none: the newest below run.root=<folder> (outputs/)")  # fmt: skip
+    parser.add_argument(
+        "run",
+        nargs="*",
+        type=Path,
+        metavar="RUN",
+        help="a run's folder; none: the newest below run.root=<folder> (outputs/)",
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or run.root")
     options = parse(parser, words)
     if options is None:

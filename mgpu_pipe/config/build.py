@@ -94,7 +94,8 @@ def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> 
     found, arguments = resolve_target(node, base, key)
     signature = _inspected(found)
     taken = {
-        name: value for name, value in extra.items()
+        name: value
+        for name, value in extra.items()
         if signature is None or signature.takes_any_keyword or name in signature.names
     }
     try:
@@ -153,7 +154,7 @@ def _imported(target: str, where: str, base: str) -> type:
         for index, part in enumerate(parts[length:]):
             if not hasattr(found, part):
                 options = [name for name in vars(found) if not name.startswith("_")]
-                raise _missing(where, target, NoSuchName(f"{'.'.join(parts[:length + index])} has no {part}", options))
+                raise _missing(where, target, NoSuchName(f"{'.'.join(parts[: length + index])} has no {part}", options))
             found = getattr(found, part)
             if not isinstance(found, type):
                 kind = "a module" if inspect.ismodule(found) else "a function" if callable(found) else "a value"
@@ -189,7 +190,8 @@ def _not_a_subclass(where: str, target: str, base: str) -> ConfigError:
 def _nested_errors(node: Mapping[str, Any], key: str) -> list[ConfigError]:
     errors = [
         ConfigError(f"{key}.{word}", "...", "remove it", "a leaf takes a _target_ and its arguments only")
-        for word in HYDRA_WORDS if word in node
+        for word in HYDRA_WORDS
+        if word in node
     ]
     for name, value in node.items():
         errors += _targets_below(value, f"{key}.{name}")
@@ -199,8 +201,11 @@ def _nested_errors(node: Mapping[str, Any], key: str) -> list[ConfigError]:
 def _targets_below(value: object, key: str) -> list[ConfigError]:
     """A `_target_` inside a leaf's arguments stands in no declared slot."""
     if isinstance(value, Mapping):
-        own = [ConfigError(f"{key}.{TARGET}", value[TARGET], "remove it", "a _target_ stands in declared slots only")
-               ] if TARGET in value else []
+        own = (
+            [ConfigError(f"{key}.{TARGET}", value[TARGET], "remove it", "a _target_ stands in declared slots only")]
+            if TARGET in value
+            else []
+        )
         return own + [error for name, item in value.items() for error in _targets_below(item, f"{key}.{name}")]
     if isinstance(value, list | tuple):
         return [error for index, item in enumerate(value) for error in _targets_below(item, f"{key}[{index}]")]

@@ -18,7 +18,8 @@ REFUSED = {
     ),
     "ProgressBar": ("progress is shown by this program", "remove it, and use trainer.progress=bar"),
     "GradientAccumulationScheduler": (
-        "the number of micro-batches is derived", "remove it, and use data.micro_batch_size"
+        "the number of micro-batches is derived",
+        "remove it, and use data.micro_batch_size",
     ),
     "LearningRateFinder": (TUNER, "remove it, and sweep the rate: -m optimizer.lr=1e-4,3e-4,1e-3"),
     "BatchSizeFinder": (TUNER, "remove it, and use data.micro_batch_size"),
@@ -27,7 +28,7 @@ REFUSED = {
     "ModelPruning": (PARTS, "remove it"),
     "BackboneFinetuning": ("the model has no part of the name backbone", "remove it, and use model.freeze=[...]"),
     "ThroughputMonitor": ("it needs a function", "remove it: metrics.csv has tokens/s and samples/s"),
-}  # fmt: skip
+}
 """Why each cannot be had, and what to do; also the classes that inherit from it."""
 NEED_LOGGER = ("LearningRateMonitor", "DeviceStatsMonitor")
 

@@ -87,7 +87,10 @@ def compose_checked(
         good, errors = preprocess_checked(hydra, overrides, config_name)
         with composition_errors():
             composed = hydra.compose_config(
-                config_name=config_name, overrides=good, run_mode=_run_mode(), from_shell=False,
+                config_name=config_name,
+                overrides=good,
+                run_mode=_run_mode(),
+                from_shell=False,
                 with_log_configuration=False,
             )
         mode = composed.hydra.mode

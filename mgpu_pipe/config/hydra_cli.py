@@ -69,8 +69,11 @@ def answer(parsed: argparse.Namespace) -> None:
             raise ConfigErrors(errors)
     with compose.composition_errors(), _hydra_raises():
         _run_hydra(
-            args=parsed, args_parser=get_args_parser(), task_function=_no_job,
-            config_path=str(_conf(parsed) or compose.conf_dir()), config_name=compose.CONFIG_NAME,
+            args=parsed,
+            args_parser=get_args_parser(),
+            task_function=_no_job,
+            config_path=str(_conf(parsed) or compose.conf_dir()),
+            config_name=compose.CONFIG_NAME,
         )
 
 
@@ -158,8 +161,11 @@ def _swept(overrides: list[str], sweeper: DictConfig, loader: ConfigLoader) -> d
 
 def _flags(parsed: argparse.Namespace) -> list[str]:
     """What chooses the configurations, as it was typed."""
-    named = (("--config-dir", parsed.config_dir), ("--config-path", parsed.config_path),
-             ("--config-name", parsed.config_name))  # fmt: skip
+    named = (
+        ("--config-dir", parsed.config_dir),
+        ("--config-path", parsed.config_path),
+        ("--config-name", parsed.config_name),
+    )
     found = [word for flag, value in named if value for word in (flag, value)]
     return [*found, *(item for item in parsed.overrides if item.lstrip("+").startswith("hydra.searchpath="))]
 

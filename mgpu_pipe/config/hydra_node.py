@@ -174,21 +174,24 @@ def errors_below(config: DictConfig, loader: Any) -> Iterator[BadInputError]:
 def _slot_errors(slot: str, base: str, given: object, node: DictConfig, loader: Any) -> Iterator[BadInputError]:
     key = f"hydra.{slot}"
     if not isinstance(given, Mapping):
-        yield _written_out(key, given) if isinstance(given, str) else ConfigError(
-            key, given, f"give a mapping whose {TARGET} is a subclass of {base}"
+        yield (
+            _written_out(key, given)
+            if isinstance(given, str)
+            else ConfigError(key, given, f"give a mapping whose {TARGET} is a subclass of {base}")
         )
         return
     yield from _target_errors(f"{key}.{TARGET}", base, given.get(TARGET), slot in PLUGIN_BASES, loader)
     for inner, text in _interpolations(given, ()):
         where = ".".join([key, *map(str, inner)])
-        if not (_is_plain(node, (*slot.split(".", 1), *inner)) or _was_typed(where)
-                or text in _provided(loader).interpolations):  # fmt: skip
+        if not (
+            _is_plain(node, (*slot.split(".", 1), *inner))
+            or _was_typed(where)
+            or text in _provided(loader).interpolations
+        ):
             yield _written_out(where, text)
 
 
-def _target_errors(
-    where: str, base: str, target: object, plugins_alone: bool, loader: Any
-) -> Iterator[BadInputError]:
+def _target_errors(where: str, base: str, target: object, plugins_alone: bool, loader: Any) -> Iterator[BadInputError]:
     """Told by source first, so that what a file names is never imported to find out what it is."""
     if not isinstance(target, str) or "${" in target or not target:
         yield ConfigError(where, target, f"give the dotted path of a subclass of {base}")
@@ -212,8 +215,9 @@ def _target_errors(
         yield error
         return
     if plugins_alone:
-        yield ConfigError(where, target, f"use one of {', '.join(sorted(_plugins(base)))}",
-                          "Hydra takes installed plug-ins only")  # fmt: skip
+        yield ConfigError(
+            where, target, f"use one of {', '.join(sorted(_plugins(base)))}", "Hydra takes installed plug-ins only"
+        )
 
 
 def _plugins(base: str) -> set[str]:
@@ -237,7 +241,8 @@ def _logging_errors(name: str, raw: object, loader: Any) -> Iterator[BadInputErr
     for option in _provided(loader).logging[name]:
         one, other = leaves(raw), leaves(option)
         apart = [
-            path for path in dict.fromkeys([*one, *other])
+            path
+            for path in dict.fromkeys([*one, *other])
             if one.get(path, _NOTHING) != other.get(path, _NOTHING) and not _was_typed(f"{key}.{path}")
         ]
         if not apart:
@@ -245,8 +250,12 @@ def _logging_errors(name: str, raw: object, loader: Any) -> Iterator[BadInputErr
         if fewest is None or len(apart) < len(fewest):
             fewest = apart
     first = (fewest or [""])[0]
-    yield ConfigError(f"{key}.{first}", leaves(raw).get(first), "type it on the command line, or choose hydra/"
-                      f"{name}=none", "a configuration file cannot change how Python's logging is set up")  # fmt: skip
+    yield ConfigError(
+        f"{key}.{first}",
+        leaves(raw).get(first),
+        f"type it on the command line, or choose hydra/{name}=none",
+        "a configuration file cannot change how Python's logging is set up",
+    )
 
 
 _NOTHING = object()
@@ -264,8 +273,9 @@ def _setting_errors(node: DictConfig) -> Iterator[BadInputError]:
             continue
         for key in leaves({name: value}, "hydra."):  # the values may be those of the environment
             if not _was_typed(key):
-                yield ConfigError(key, "...", "type it on the command line, or remove it",
-                                  "a configuration file cannot set it")  # fmt: skip
+                yield ConfigError(
+                    key, "...", "type it on the command line, or remove it", "a configuration file cannot set it"
+                )
     try:
         name = str(node.job.name)
     except OmegaConfBaseException:

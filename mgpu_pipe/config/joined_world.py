@@ -111,7 +111,8 @@ def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": environment.get("MASTER_ADDR") or _master_address(environment),
         "MASTER_PORT": str(
-            _number(environment, "MASTER_PORT", 1, 65535) if environment.get("MASTER_PORT")
+            _number(environment, "MASTER_PORT", 1, 65535)
+            if environment.get("MASTER_PORT")
             else first_port + (job * 31 + step) % ports
         ),
     }

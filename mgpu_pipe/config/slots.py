@@ -25,6 +25,7 @@ MODES = ("min", "max")
 OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
 LOGGER_PROVIDES = ("save_dir",)
 
+
 def slot_errors(config: RunConfig) -> list[ConfigError]:
     """Everything wrong with the leaves of ``config``; builds and calls nothing."""
     errors = _optimizer_errors(config.optimizer)
@@ -40,7 +41,8 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
                 errors += [ConfigError(f"{key}.{word}", value, fix, "no such key") for word, value in leaf.items()]
                 continue
             errors += check_target(leaf, base, key, provided) or [
-                *logger_errors(leaf, key), *callback_errors(leaf, key, bool(config.logger)),
+                *logger_errors(leaf, key),
+                *callback_errors(leaf, key, bool(config.logger)),
                 *_metric_errors(config, leaf, key),
             ]
     return errors
@@ -69,7 +71,6 @@ def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError("trainer.val_every_n_steps", every, fix, reason)
 
 
-
 NEEDS_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 """torch's; of others it is known when they are built."""
 
@@ -77,7 +78,8 @@ NEEDS_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 def _optimizer_errors(optimizer: OptimizerConfig) -> list[ConfigError]:
     errors = [
         ConfigError(f"optimizer.options.{name}", optimizer.options[name], f"set optimizer.{name} instead")
-        for name in ("lr", "weight_decay") if name in optimizer.options
+        for name in ("lr", "weight_decay")
+        if name in optimizer.options
     ]
     leaf = {TARGET: optimizer._target_, **optimizer.options}
     errors += check_target(leaf, OPTIMIZER_BASE, "optimizer", OPTIMIZER_PROVIDES, "optimizer.options")

@@ -298,10 +298,11 @@ def _base_names(found: SourceClass) -> list[str]:
 
 def _of_arguments(arguments: ast.arguments) -> Signature:
     positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)][1:]
-    optional = positional[len(positional) - len(arguments.defaults):] if arguments.defaults else []
+    optional = positional[len(positional) - len(arguments.defaults) :] if arguments.defaults else []
     keywords = [item.arg for item in arguments.kwonlyargs]
-    wanted = [item.arg for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-              if default is None]
+    wanted = [
+        item.arg for item, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
+    ]
     required = [name for name in positional if name not in optional] + wanted
     items = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     annotations = {item.arg: ast.unparse(item.annotation) for item in items if item.annotation is not None}

@@ -14,25 +14,36 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("use optimizer.options.eps=1e-8", "eps adam_epsilon adam_eps"),
     ("use optimizer=sgd optimizer.options.momentum=0.9", "momentum"),
     ("choose it by optimizer=<option> (mgpu-pipe ls optimizer)", "optim optimizer_name optimizer_type optim_type"),
-    ("choose it by scheduler=<option> (mgpu-pipe ls scheduler)",
-     "lr_scheduler lr_scheduler_type lr_schedule schedule lr_decay_style"),
+    (
+        "choose it by scheduler=<option> (mgpu-pipe ls scheduler)",
+        "lr_scheduler lr_scheduler_type lr_schedule schedule lr_decay_style",
+    ),
     ("scheduler.warmup_steps", "warmup warmup_iters num_warmup_steps lr_warmup_steps"),
     ("use scheduler.warmup_steps (a number of optimizer steps)", "warmup_ratio warmup_fraction"),
     (BATCH, "batch_size bs train_batch_size total_batch_size effective_batch_size batch global_batch"),
-    (MICRO, "per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size micro_batch mbs "
-     "train_micro_batch_size_per_gpu per_device_eval_batch_size eval_batch_size"),
-    ("leave it out: the micro-batches follow from data.global_batch_size and data.micro_batch_size",
-     "gradient_accumulation_steps accumulate_grad_batches grad_accum gradient_accumulation accumulation_steps"),
+    (
+        MICRO,
+        "per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size micro_batch mbs "
+        "train_micro_batch_size_per_gpu per_device_eval_batch_size eval_batch_size",
+    ),
+    (
+        "leave it out: the micro-batches follow from data.global_batch_size and data.micro_batch_size",
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum gradient_accumulation accumulation_steps",
+    ),
     ("use trainer.max_epochs with trainer.max_steps=null", "epochs num_epochs n_epochs num_train_epochs max_epoch"),
     ("trainer.max_steps", "steps num_steps max_iters train_iters iterations num_train_steps train_steps"),
     ("trainer.devices", "gpus num_gpus n_gpus ngpus nproc nproc_per_node num_processes world_size num_devices"),
     ("trainer.num_nodes", "nodes nnodes n_nodes"),
     ("trainer.accelerator", "device device_type"),
-    ("use model=hf model.path=<folder>",
-     "model_name_or_path pretrained_model_name_or_path model_path model_name pretrained base_model"),
+    (
+        "use model=hf model.path=<folder>",
+        "model_name_or_path pretrained_model_name_or_path model_path model_name pretrained base_model",
+    ),
     ("data.tokenizer", "tokenizer_name tokenizer_path tokenizer_name_or_path"),
-    ("use run.dir for this run's folder, or run.root for the folder of all runs",
-     "output_dir out_dir save_dir log_dir logging_dir default_root_dir work_dir"),
+    (
+        "use run.dir for this run's folder, or run.root for the folder of all runs",
+        "output_dir out_dir save_dir log_dir logging_dir default_root_dir work_dir",
+    ),
     ("run.name", "run_name exp_name experiment_name"),
     ("checkpoint.every_n_steps", "save_steps save_interval save_every every_n_train_steps checkpoint_every"),
     ("checkpoint.keep_last", "save_total_limit save_top_k"),
@@ -40,16 +51,20 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("trainer.val_every_n_steps", "eval_steps eval_interval eval_every val_interval val_check_interval eval_freq"),
     ("trainer.log_every_n_steps", "logging_steps log_interval log_every log_freq"),
     ("trainer.gradient_clip_val", "max_grad_norm grad_clip clip_grad gradient_clipping clip_grad_norm clip_norm"),
-    ("data.seq_len", "max_seq_length max_seq_len block_size context_length sequence_length max_length seq_length "
-     "cutoff_len"),
+    (
+        "data.seq_len",
+        "max_seq_length max_seq_len block_size context_length sequence_length max_length seq_length cutoff_len",
+    ),
     ("seed", "random_seed manual_seed rng_seed"),
     (PRECISION, "mixed_precision amp dtype torch_dtype autocast half"),
     ("choose it by precision=fp16", "fp16"),
     ("choose it by precision=bf16", "bf16 bfloat16"),
     ("choose it by precision=fp32", "fp32 float32"),
     ("precision.tf32", "allow_tf32"),
-    ("use strategy.activation_checkpointing=full",
-     "gradient_checkpointing activation_checkpoint checkpoint_activations recompute"),
+    (
+        "use strategy.activation_checkpointing=full",
+        "gradient_checkpointing activation_checkpoint checkpoint_activations recompute",
+    ),
     ("choose it by strategy=fsdp", "use_fsdp fully_shard"),
     ("choose it by strategy=ddp", "use_ddp data_parallel"),
     ("choose it by strategy=zero1, zero2 or zero3", "zero_stage zero deepspeed use_deepspeed"),
@@ -57,19 +72,25 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("strategy.pp", "pp_size pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel"),
     ("strategy.cp", "cp_size context_parallel_size context_parallel"),
     ("strategy.ep", "ep_size expert_parallel_size expert_model_parallel_size expert_parallel"),
-    ("use data=text_files 'data.paths=[\"corpus/*.txt\"]' (or jsonl, parquet; mgpu-pipe ls data)",
-     "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data"),
+    (
+        "use data=text_files 'data.paths=[\"corpus/*.txt\"]' (or jsonl, parquet; mgpu-pipe ls data)",
+        "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data",
+    ),
     ("data.validation_paths", "validation_file eval_file val_data validation_file_path"),
     ("data.num_workers", "dataloader_num_workers workers"),
     ("model.compile", "torch_compile compile"),
-    ("use model.config.num_hidden_layers (or what the model's own configuration calls it)",
-     "num_layers n_layers n_layer num_hidden_layers layers"),
+    (
+        "use model.config.num_hidden_layers (or what the model's own configuration calls it)",
+        "num_layers n_layers n_layer num_hidden_layers layers",
+    ),
     ("use model.config.hidden_size (or what the model's own configuration calls it)", "hidden_size d_model n_embd"),
     ("use model.config.vocab_size", "vocab_size vocabulary_size"),
     ("choose it by logger=tensorboard, wandb, mlflow or none", "report_to log_with use_wandb wandb tensorboard"),
-    ("use callbacks=early_stopping callbacks.early_stopping.patience=<evaluations>",
-     "patience early_stopping_patience"),
-)  # fmt: skip
+    (
+        "use callbacks=early_stopping callbacks.early_stopping.patience=<evaluations>",
+        "patience early_stopping_patience",
+    ),
+)
 """What to write here (a key, or advice), and the names for it elsewhere."""
 
 FIXES = {word: meant if " " in meant else f"did you mean {meant}?" for meant, words in MEANT for word in words.split()}

@@ -30,24 +30,37 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
     """
     errors: list[BadInputError] = []
     changes: dict[str, Any] = {}
-    for name, without in (("cache_dir", None), ("chat_template", None), ("tokenizer", "auto"),
-                          ("tokenize_workers", "auto"), ("micro_batch_size", "auto")):  # fmt: skip
+    for name, without in (
+        ("cache_dir", None),
+        ("chat_template", None),
+        ("tokenizer", "auto"),
+        ("tokenize_workers", "auto"),
+        ("micro_batch_size", "auto"),
+    ):
         if f"data.{name}" not in given:
             changes[name] = without
     for name in ("paths", "validation_paths"):
         value, own = getattr(data, name), f"data.{name}" in given or "data" in given
         needed = bool(value) or (name == "paths" and data.source not in READ_NO_FILES)
         if needed and not own:
-            errors.append(ConfigError(f"data.{name}", f"[{','.join(value)}]", f"give data.{name}=[...] on the command "
-                                      "line", NOT_FOLLOWED))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    f"data.{name}", f"[{','.join(value)}]", f"give data.{name}=[...] on the command line", NOT_FOLLOWED
+                )
+            )
     for name, most in LARGEST.items():
         if f"data.{name}" not in given and getattr(data, name) > most:
             fix = f"give at most {most:,} on the command line"
             errors.append(ConfigError(f"data.{name}", getattr(data, name), fix))
     for name in ("num_documents", "mean_length"):
         if data.source == "synthetic" and "data" not in given and getattr(data.synthetic, name) > MOST_SYNTHETIC:
-            errors.append(ConfigError(f"data.synthetic.{name}", getattr(data.synthetic, name),
-                                      f"give at most {MOST_SYNTHETIC:,} on the command line"))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    f"data.synthetic.{name}",
+                    getattr(data.synthetic, name),
+                    f"give at most {MOST_SYNTHETIC:,} on the command line",
+                )
+            )
     if errors:
         raise ConfigErrors(errors)
     return replace(data, **changes)

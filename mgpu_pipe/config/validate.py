@@ -21,21 +21,47 @@ from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 AT_LEAST_ONE = (
-    "data.seq_len", "data.global_batch_size", "data.micro_batch_size", "data.synthetic.num_documents",
-    "data.synthetic.mean_length", "data.validation_max_samples", "data.tokenize_workers",
-    "objective.sample_max_new_tokens", "scheduler.decay_steps", "scheduler.total_steps", "checkpoint.every_n_steps",
-    "checkpoint.keep_every", "trainer.devices", "trainer.num_nodes", "trainer.max_steps", "trainer.max_epochs",
-    "trainer.val_every_n_steps", "trainer.log_every_n_steps", "launch.threads_per_worker",
+    "data.seq_len",
+    "data.global_batch_size",
+    "data.micro_batch_size",
+    "data.synthetic.num_documents",
+    "data.synthetic.mean_length",
+    "data.validation_max_samples",
+    "data.tokenize_workers",
+    "objective.sample_max_new_tokens",
+    "scheduler.decay_steps",
+    "scheduler.total_steps",
+    "checkpoint.every_n_steps",
+    "checkpoint.keep_every",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.max_steps",
+    "trainer.max_epochs",
+    "trainer.val_every_n_steps",
+    "trainer.log_every_n_steps",
+    "launch.threads_per_worker",
     "strategy.pipeline.stages_per_rank",
 )
 AT_LEAST_ZERO = (
-    "seed", "data.synthetic.sigma", "data.num_workers", "data.validation_fraction", "objective.loss_chunk_tokens",
+    "seed",
+    "data.synthetic.sigma",
+    "data.num_workers",
+    "data.validation_fraction",
+    "objective.loss_chunk_tokens",
     "objective.router_aux_loss",
-    "optimizer.weight_decay", "scheduler.warmup_steps", "scheduler.min_lr_ratio", "checkpoint.keep_last",
-    "checkpoint.keep_best", "launch.max_restarts", "strategy.fsdp.prefetch",
+    "optimizer.weight_decay",
+    "scheduler.warmup_steps",
+    "scheduler.min_lr_ratio",
+    "checkpoint.keep_last",
+    "checkpoint.keep_best",
+    "launch.max_restarts",
+    "strategy.fsdp.prefetch",
 )
 ABOVE_ZERO = (
-    "optimizer.lr", "strategy.bucket_mib", "trainer.gradient_clip_val", "launch.stop_timeout",
+    "optimizer.lr",
+    "strategy.bucket_mib",
+    "trainer.gradient_clip_val",
+    "launch.stop_timeout",
     "launch.collective_timeout",
 )
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
@@ -64,9 +90,16 @@ def all_errors(config: RunConfig) -> list[BadInputError]:
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
     """Keys whose value is wrong whatever other sections say."""
-    return [*empty_texts(config), *range_errors(config), *_name_errors(config),
-            *slot_errors(config), *_path_errors(config),
-            *_model_choice(config), *_attention_errors(config), *_missing_paths(config)]
+    return [
+        *empty_texts(config),
+        *range_errors(config),
+        *_name_errors(config),
+        *slot_errors(config),
+        *_path_errors(config),
+        *_model_choice(config),
+        *_attention_errors(config),
+        *_missing_paths(config),
+    ]
 
 
 def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputError]:
@@ -75,8 +108,14 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
     Args:
         joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
     """
-    return [*_device_errors(config, joined), *_length_errors(config), *_schedule_errors(config),
-            *_held_out_errors(config), *early_stopping_errors(config), *_start_errors(config)]
+    return [
+        *_device_errors(config, joined),
+        *_length_errors(config),
+        *_schedule_errors(config),
+        *_held_out_errors(config),
+        *early_stopping_errors(config),
+        *_start_errors(config),
+    ]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
@@ -140,7 +179,8 @@ def range_errors(config: RunConfig) -> list[ConfigError]:
     """Numbers below or above what they can be."""
     errors = []
     for keys, low, fix in (
-        (AT_LEAST_ONE, 1, "use a number of at least 1"), (AT_LEAST_ZERO, 0, "use a number of at least 0"),
+        (AT_LEAST_ONE, 1, "use a number of at least 1"),
+        (AT_LEAST_ZERO, 0, "use a number of at least 0"),
     ):
         for key in keys:
             value = _get(config, key)
@@ -304,18 +344,32 @@ def _start_errors(config: RunConfig) -> list[ConfigError]:
     if start.init_from is None or start.resume in ("none", "auto"):
         return []
     fix = "leave one of them out"
-    return [ConfigError("checkpoint.init_from", start.init_from, fix,
-                        f"checkpoint.resume={start.resume} brings weights of its own")]  # fmt: skip
+    return [
+        ConfigError(
+            "checkpoint.init_from", start.init_from, fix, f"checkpoint.resume={start.resume} brings weights of its own"
+        )
+    ]
 
 
 def _held_out_errors(config: RunConfig) -> list[ConfigError]:
     data, errors = config.data, []
     held_out = data.validation_fraction > 0 or bool(data.validation_paths)
     if config.trainer.val_every_n_steps is not None and not held_out:
-        errors.append(ConfigError("trainer.val_every_n_steps", config.trainer.val_every_n_steps,
-                                  "hold something out (data.validation_fraction), or use null", "nothing is held out"))
+        errors.append(
+            ConfigError(
+                "trainer.val_every_n_steps",
+                config.trainer.val_every_n_steps,
+                "hold something out (data.validation_fraction), or use null",
+                "nothing is held out",
+            )
+        )
     if config.checkpoint.keep_best and not held_out and config.checkpoint.best_metric.startswith("val/"):
-        errors.append(ConfigError("checkpoint.keep_best", config.checkpoint.keep_best,
-                                  "hold something out (data.validation_fraction), or use 0",
-                                  f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured"))
+        errors.append(
+            ConfigError(
+                "checkpoint.keep_best",
+                config.checkpoint.keep_best,
+                "hold something out (data.validation_fraction), or use 0",
+                f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured",
+            )
+        )
     return errors

@@ -29,9 +29,17 @@ MANIFEST = "manifest.json"
 _HASH = "sha256"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNWRITABLE = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST, errno.ENOENT,
-    errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+}
 
 Progress = Callable[[str, int, int], None]
 """Told ``(stage, done, total)``; ``total`` is 0 where it is not known beforehand."""
@@ -70,7 +78,9 @@ def writing_to_cache(cache: Path) -> Iterator[None]:
             raise
         where = f" ({error.filename})" if error.filename else ""
         raise ConfigError(
-            "data.cache_dir", cache, "give a folder that can be written and has room, or set MGPU_PIPE_CACHE",
+            "data.cache_dir",
+            cache,
+            "give a folder that can be written and has room, or set MGPU_PIPE_CACHE",
             f"the cache cannot be written: {error.strerror}{where}",
         ) from error
 

@@ -199,4 +199,3 @@ def _checked_messages(value: object, origin: str, column: str) -> list[dict[str,
     if "assistant" not in roles:
         raise DataError(f"{origin}: no message has the role assistant (roles: {', '.join(roles)}): nothing to learn")
     return value
-

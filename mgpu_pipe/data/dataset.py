@@ -80,7 +80,10 @@ class PackedDataset:
         }
 
     def _fill(
-        self, indices: NDArray[np.int64], input_ids: NDArray[np.int64], labels: NDArray[np.int64],
+        self,
+        indices: NDArray[np.int64],
+        input_ids: NDArray[np.int64],
+        labels: NDArray[np.int64],
         position_ids: NDArray[np.int64],
     ) -> None:
         """Write the samples ``indices``, one after another, into arrays of ``len(indices) * seq_len`` elements."""

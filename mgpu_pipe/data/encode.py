@@ -173,9 +173,13 @@ def encode_all(spec: EncoderSpec, documents: Iterable[Document], workers: int) -
 
 def _encode_in_pool(spec: EncoderSpec, work: Iterable[list[Document]], workers: int) -> Iterator[EncodedBatch]:
     return work_in_order(
-        work, workers, _batch_encoder, (spec,), ahead=_BATCHES_IN_FLIGHT,
+        work,
+        workers,
+        _batch_encoder,
+        (spec,),
+        ahead=_BATCHES_IN_FLIGHT,
         what="a tokenising process died (killed, or out of memory): use fewer with data.tokenize_workers=1",
-    )  # fmt: skip
+    )
 
 
 def _batch_encoder(spec: EncoderSpec) -> Callable[[list[Document]], EncodedBatch]:

@@ -14,7 +14,13 @@ from mgpu_pipe.data.fingerprint import READABLE, Fingerprint, check_readable, op
 from mgpu_pipe.errors import ConfigError, DataError
 
 _LEFT_OUT = {
-    "test", "tests", "idle_test", "turtledemo", "site-packages", "dist-packages", "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "turtledemo",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
     "encodings",  # tables of character names, a megabyte that reads like no text
 }
 FIX = "correct or remove it"
@@ -40,8 +46,9 @@ def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
         if not files:
             if names and all(os.path.isdir(name) for name in names):
                 raise ConfigError(key, pattern, f"name the files, e.g. '{pattern.rstrip('/')}/**/*'", "is a folder")
-            raise ConfigError(key, pattern, "give a file or a glob that exists (seen from the working directory)",
-                              "matches no file")
+            raise ConfigError(
+                key, pattern, "give a file or a glob that exists (seen from the working directory)", "matches no file"
+            )
         found.update(dict.fromkeys(files))
     return list(found)
 

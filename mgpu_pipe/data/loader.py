@@ -48,8 +48,13 @@ class TrainStepBatches:
     """
 
     def __init__(
-        self, dataset: PackedDataset, order: GlobalOrder, plan: BatchPlan, data_parallel_rank: int,
-        start_sample: int, num_steps: int,
+        self,
+        dataset: PackedDataset,
+        order: GlobalOrder,
+        plan: BatchPlan,
+        data_parallel_rank: int,
+        start_sample: int,
+        num_steps: int,
     ) -> None:
         self._dataset, self._order, self._plan, self._rank = dataset, order, plan, data_parallel_rank
         self._start, self._count = start_sample, num_steps
@@ -101,9 +106,13 @@ class WindowsAhead:
     def __iter__(self) -> Iterator[StepBatch]:
         numbers = range(len(self._step_batches))
         made = work_in_order(
-            numbers, self._processes, _window_maker, (self._step_batches,), ahead=WINDOWS_AHEAD,
+            numbers,
+            self._processes,
+            _window_maker,
+            (self._step_batches,),
+            ahead=WINDOWS_AHEAD,
             what="a loader process died (killed, or out of memory): use fewer, with data.num_workers=0 none",
-        )  # fmt: skip
+        )
         for step_batch in made:
             yield _with_arrays_as(torch.from_numpy, step_batch)
 
@@ -122,8 +131,8 @@ def _with_arrays_as(convert: Callable[[Any], Any], step_batch: StepBatch) -> Ste
 class EvaluationStepBatches(Sequence[StepBatch]):
     """The step batches of one evaluation: the same samples in the same order every time; the last may be short.
 
-    Every process has the same number of step batches. A short step batch's samples are dealt out as evenly as possible, so a
-    process's last step batch may hold fewer micro-batches than another's, or none.
+    Every process has the same number of step batches. A short step batch's samples are dealt out as evenly as possible,
+    so a process's last step batch may hold fewer micro-batches than another's, or none.
     """
 
     def __init__(
@@ -153,7 +162,11 @@ class EvaluationStepBatches(Sequence[StepBatch]):
 
 
 def train_step_batches(
-    config: RunConfig, prepared: PreparedData, plan: BatchPlan, data_parallel_rank: int, start_sample: int,
+    config: RunConfig,
+    prepared: PreparedData,
+    plan: BatchPlan,
+    data_parallel_rank: int,
+    start_sample: int,
     max_steps: int,
 ) -> SizedStepBatches:
     """This process's step batches of the steps that remain.
@@ -161,7 +174,8 @@ def train_step_batches(
     Args:
         start_sample: the cursor: samples that the run has consumed. The first step batch is step
             ``start_sample // global_batch_size``.
-        max_steps: optimizer steps of the whole run, counted from its start; the last step batch is step ``max_steps - 1``.
+        max_steps: optimizer steps of the whole run, counted from its start; the last step batch is step ``max_steps -
+            1``.
 
     Returns:
         A sized iterable. With ``data.num_workers`` above 0, loader processes work ahead; the order is the same.
@@ -186,8 +200,7 @@ def evaluation_step_batches(
 
 
 def _step_batch(
-    dataset: PackedDataset, plan: BatchPlan, step: int, first: int, samples: NDArray[np.int64],
-    own: NDArray[np.int64],
+    dataset: PackedDataset, plan: BatchPlan, step: int, first: int, samples: NDArray[np.int64], own: NDArray[np.int64]
 ) -> StepBatch:
     """The step batch of ``samples`` (over all processes), of which ``own`` are this process's."""
     micro_batches: list[dict[str, torch.Tensor]] = []
@@ -196,7 +209,11 @@ def _step_batch(
         views = zip(*(tensor.split(plan.micro_batch_size) for tensor in whole.values()), strict=True)
         micro_batches = [dict(zip(whole, view, strict=True)) for view in views]
     return StepBatch(
-        step=step, first_sample=first, num_samples=len(samples), micro_batches=micro_batches,
-        loss_denominator=int(dataset.valid_tokens[samples].sum()), num_tokens=len(samples) * dataset.seq_len,
+        step=step,
+        first_sample=first,
+        num_samples=len(samples),
+        micro_batches=micro_batches,
+        loss_denominator=int(dataset.valid_tokens[samples].sum()),
+        num_tokens=len(samples) * dataset.seq_len,
         padding=dataset.padding(samples),
     )

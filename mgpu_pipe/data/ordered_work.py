@@ -26,9 +26,14 @@ R = TypeVar("R")
 
 
 def work_in_order(
-    items: Iterable[T], count: int, make: Callable[..., Callable[[T], R]], arguments: tuple[Any, ...], *,
-    ahead: int, what: str,
-) -> Iterator[R]:  # fmt: skip
+    items: Iterable[T],
+    count: int,
+    make: Callable[..., Callable[[T], R]],
+    arguments: tuple[Any, ...],
+    *,
+    ahead: int,
+    what: str,
+) -> Iterator[R]:
     """What ``make(*arguments)``, called once in each of ``count`` processes, returns for each item.
 
     The processes are spawned, for this one may have threads whose locks a fork would copy. They end with this process,

@@ -103,9 +103,7 @@ class PreparedData:
         for name in ("train", "validation"):
             if fields[name] is not None:
                 split = dict(fields[name])
-                fields[name] = SplitFiles(
-                    **{**split, "tokens": Path(split["tokens"]), "packs": Path(split["packs"])}
-                )
+                fields[name] = SplitFiles(**{**split, "tokens": Path(split["tokens"]), "packs": Path(split["packs"])})
         return cls(**fields)
 
     def evaluated_samples(self) -> NDArray[np.int64]:
@@ -152,8 +150,10 @@ def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedData
     folder = _tokenise(config, source, tokenizer, cache, progress)
     train = _pack(config, folder, "train", 0.0 if held_config else data.validation_fraction, tokenizer, progress)
     if not train.samples or not train.valid_tokens:
-        raise DataError(f"data.source={data.source}: there is nothing to train on: {train.documents} training "
-                        f"documents give no token to learn; add documents, or lower data.validation_fraction")
+        raise DataError(
+            f"data.source={data.source}: there is nothing to train on: {train.documents} training "
+            f"documents give no token to learn; add documents, or lower data.validation_fraction"
+        )
     validation: SplitFiles | None = None
     if held_config is not None:
         held_folder = _tokenise(held_config, held_source, tokenizer, cache, progress)
@@ -180,14 +180,22 @@ def _summary(
     stores = {folder, validation.tokens if validation else folder}
     manifests = [manifest for manifest in map(read_manifest, stores) if manifest]
     return PreparedData(
-        folder=folder, tokenizer_folder=tokenizer.folder, vocab_size=tokenizer.vocab_size,
-        eos_token_id=tokenizer.eos_token_id, seq_len=config.data.seq_len, packing=config.data.packing,
-        train=train, validation=validation,
+        folder=folder,
+        tokenizer_folder=tokenizer.folder,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_id,
+        seq_len=config.data.seq_len,
+        packing=config.data.packing,
+        train=train,
+        validation=validation,
         num_documents=sum(manifest["documents"] for manifest in manifests),
         num_tokens=sum(manifest["tokens"] for manifest in manifests),
-        train_samples=train.samples, validation_samples=evaluated,
-        train_tokens=train.valid_tokens, validation_tokens=held_tokens,
-        unigram_perplexity=perplexity, digest=digest_of(train.packs.name),
+        train_samples=train.samples,
+        validation_samples=evaluated,
+        train_tokens=train.valid_tokens,
+        validation_tokens=held_tokens,
+        unigram_perplexity=perplexity,
+        digest=digest_of(train.packs.name),
         validation_digest=digest_of(validation.packs.name) if validation and validation.tokens != folder else "",
     )
 
@@ -203,9 +211,12 @@ def _tokenise(
     folder = cache / "tokens" / digest_of(identity)
     asked = config.data.tokenize_workers
     workers = cpu_cores() if asked == "auto" else asked
-    build_once(folder, lambda out: write_tokens(
-        out, encode_all(spec, source.documents(), workers), {"name": source.name, **identity}, source.size, progress
-    ))
+    build_once(
+        folder,
+        lambda out: write_tokens(
+            out, encode_all(spec, source.documents(), workers), {"name": source.name, **identity}, source.size, progress
+        ),
+    )
     return folder
 
 
@@ -215,9 +226,9 @@ def _draw(config: RunConfig, tokenizer: TokenizerInfo, cache: Path, progress: Pr
     folder = cache / "tokens" / digest_of(identity)
     dtype = token_dtype(tokenizer.vocab_size)
     drawn = synthetic_batches(shape, config.seed, tokenizer.vocab_size, tokenizer.eos_token_id, dtype)
-    build_once(folder, lambda out: write_tokens(
-        out, drawn, {"name": "synthetic", **identity}, shape.num_documents, progress
-    ))
+    build_once(
+        folder, lambda out: write_tokens(out, drawn, {"name": "synthetic", **identity}, shape.num_documents, progress)
+    )
     return folder
 
 
@@ -240,17 +251,26 @@ def _pack(
         length = store.offsets[documents + 1] - start
         packs = packing.pack(start, length, data.seq_len, data.packing)
         counted = packing.valid_tokens(packs, store.loss_mask)
-        for name, array in (("offsets", packs.offsets), ("start", packs.pieces.start),
-                            ("length", packs.pieces.length), ("continues", packs.pieces.continues),
-                            ("valid_tokens", counted)):
+        for name, array in (
+            ("offsets", packs.offsets),
+            ("start", packs.pieces.start),
+            ("length", packs.pieces.length),
+            ("continues", packs.pieces.continues),
+            ("valid_tokens", counted),
+        ):
             save_array(out / f"{name}.npy", array)
         if split == "train":
             counts = unigram.label_counts(store, packs, tokenizer.vocab_size)
             save_array(out / "label_counts.npy", counts)
         progress("pack", 1, 1)
         filled = int(packs.pieces.length.sum())
-        return {"split": split, "documents": len(documents), "samples": packs.num_samples,
-                "valid_tokens": int(counted.sum()), "filled": filled / max(packs.num_samples * data.seq_len, 1)}
+        return {
+            "split": split,
+            "documents": len(documents),
+            "samples": packs.num_samples,
+            "valid_tokens": int(counted.sum()),
+            "filled": filled / max(packs.num_samples * data.seq_len, 1),
+        }
 
     manifest = build_once(folder, build)
     return SplitFiles(tokens, folder, manifest["documents"], manifest["samples"], manifest["valid_tokens"])
@@ -258,8 +278,9 @@ def _pack(
 
 def open_packs(folder: Path) -> tuple[packing.Packs, NDArray[np.int64]]:
     """The packs in ``folder`` and each sample's valid tokens, mapped into memory."""
-    array = {name: load_array(folder / f"{name}.npy")
-             for name in ("offsets", "start", "length", "continues", "valid_tokens")}
+    array = {
+        name: load_array(folder / f"{name}.npy") for name in ("offsets", "start", "length", "continues", "valid_tokens")
+    }
     pieces = packing.Pieces(array["start"], array["length"], array["continues"])
     return packing.Packs(array["offsets"], pieces), array["valid_tokens"]
 

@@ -85,8 +85,12 @@ def validation_source_config(config: RunConfig) -> RunConfig:
         ConfigError: the source reads no paths.
     """
     if config.data.source in ("stdlib_text", "synthetic"):
-        raise ConfigError("data.validation_paths", config.data.validation_paths,
-                          "use data.validation_fraction", f"data.source={config.data.source} reads no paths")
+        raise ConfigError(
+            "data.validation_paths",
+            config.data.validation_paths,
+            "use data.validation_fraction",
+            f"data.source={config.data.source} reads no paths",
+        )
     return replace(config, data=replace(config.data, paths=config.data.validation_paths))
 
 
@@ -126,21 +130,30 @@ def check_sources(config: RunConfig) -> None:
 def _check_numbers(data: DataConfig) -> None:
     errors: list[BadInputError] = []
     if not 0 <= data.validation_fraction < 1:
-        errors.append(ConfigError("data.validation_fraction", data.validation_fraction,
-                                  "use a share of at least 0 and below 1"))
+        errors.append(
+            ConfigError("data.validation_fraction", data.validation_fraction, "use a share of at least 0 and below 1")
+        )
     if data.seq_len < 2:
         errors.append(ConfigError("data.seq_len", data.seq_len, "use at least 2: a token and the one that follows"))
     if data.validation_max_samples is not None and data.validation_max_samples < 1:
-        errors.append(ConfigError("data.validation_max_samples", data.validation_max_samples,
-                                  "use at least 1, or null for all; data.validation_fraction=0 holds out none"))
+        errors.append(
+            ConfigError(
+                "data.validation_max_samples",
+                data.validation_max_samples,
+                "use at least 1, or null for all; data.validation_fraction=0 holds out none",
+            )
+        )
     if data.tokenize_workers != "auto" and data.tokenize_workers < 1:
         errors.append(ConfigError("data.tokenize_workers", data.tokenize_workers, "use at least 1, or auto"))
     if data.num_workers < 0:
         errors.append(ConfigError("data.num_workers", data.num_workers, "use 0 or more"))
     if data.source == "synthetic":
         shape = data.synthetic
-        for name, value, least in (("num_documents", shape.num_documents, 1), ("mean_length", shape.mean_length, 2),
-                                   ("sigma", shape.sigma, 0)):
+        for name, value, least in (
+            ("num_documents", shape.num_documents, 1),
+            ("mean_length", shape.mean_length, 2),
+            ("sigma", shape.sigma, 0),
+        ):
             if value < least:
                 errors.append(ConfigError(f"data.synthetic.{name}", value, f"use at least {least}"))
     if errors:
@@ -175,15 +188,16 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
         return
     line, origin, _ = next(files.read_lines(path))
     row = files.json_row(line, origin)
-    key, column = (("data.messages_column", data.messages_column) if data.source == "chat_jsonl"
-                   else ("data.text_column", data.text_column))
+    key, column = (
+        ("data.messages_column", data.messages_column)
+        if data.source == "chat_jsonl"
+        else ("data.text_column", data.text_column)
+    )
     if column not in row:
         raise files.missing_column(origin, key, column, list(row))
 
 
-def open_source(
-    config: RunConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths"
-) -> Source:
+def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths") -> Source:
     """The source that ``config.data`` names, its content hashed; ``key`` is where its paths come from.
 
     Raises:
@@ -271,8 +285,10 @@ def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]
             _add(again, document)
             yield document
         if again.digest() != first.digest():
-            raise DataError(f"data.source={name}: gave other documents than the first time; have it give the same "
-                            f"ones, or give it a fingerprint")
+            raise DataError(
+                f"data.source={name}: gave other documents than the first time; have it give the same "
+                f"ones, or give it a fingerprint"
+            )
 
     return Source(name, digest_of("plug-in", name, first.hexdigest()), count, the_same_documents)
 

@@ -95,5 +95,9 @@ def write_tokens(
     offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
     save_array(folder / _OFFSETS, offsets)
     save_array(folder / _HASHES, np.concatenate(hashes))
-    return {**meta, "documents": len(offsets) - 1, "tokens": int(offsets[-1]),
-            "learned_tokens": learned if masked else int(offsets[-1])}
+    return {
+        **meta,
+        "documents": len(offsets) - 1,
+        "tokens": int(offsets[-1]),
+        "learned_tokens": learned if masked else int(offsets[-1]),
+    }

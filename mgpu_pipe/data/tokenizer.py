@@ -103,8 +103,11 @@ def resolve_tokenizer(
     if file is not None:
         info = _imported(config, file, template, cache)
     elif source is None:
-        info = _built(cache, digest_of("numbers", _BPE_VERSION, _trained_vocab_size(config)),
-                      lambda out: tokenizer_train.write_number_tokenizer(_trained_vocab_size(config), out))
+        info = _built(
+            cache,
+            digest_of("numbers", _BPE_VERSION, _trained_vocab_size(config)),
+            lambda out: tokenizer_train.write_number_tokenizer(_trained_vocab_size(config), out),
+        )
     else:
         info = _trained(config, source, template, cache, progress)
     _check_fits(config, info.vocab_size)
@@ -168,8 +171,9 @@ def _load(config: RunConfig, file: Path) -> Tokenizer:
 def _broken(config: RunConfig, file: Path, reason: str) -> BadInputError:
     if config.data.tokenizer == "auto":
         return ModelFolderError(f"{file}: is not a tokenizer: {reason}")
-    return ConfigError("data.tokenizer", config.data.tokenizer, "give a whole tokenizer folder",
-                       f"{file} is not a tokenizer: {reason}")
+    return ConfigError(
+        "data.tokenizer", config.data.tokenizer, "give a whole tokenizer folder", f"{file} is not a tokenizer: {reason}"
+    )
 
 
 def _vocab_size(tokenizer: Tokenizer) -> int:
@@ -243,9 +247,7 @@ def _imported(config: RunConfig, file: Path, template: str | None, cache: Path) 
     return _built(cache, digest_of("imported", hashes, template), copy)
 
 
-def _trained(
-    config: RunConfig, source: Source, template: str | None, cache: Path, progress: Progress
-) -> TokenizerInfo:
+def _trained(config: RunConfig, source: Source, template: str | None, cache: Path, progress: Progress) -> TokenizerInfo:
     size = _trained_vocab_size(config)
     if source.kind == "chat" and template is None:
         raise _no_template(config)
@@ -275,8 +277,12 @@ def _trained(
 def _trained_vocab_size(config: RunConfig) -> int:
     size = model_vocab_size(config.model)
     if size is None:
-        raise ConfigError("model.config.vocab_size", None, "set it, or data.tokenizer",
-                          "data.tokenizer=auto makes a tokenizer of the model's size")
+        raise ConfigError(
+            "model.config.vocab_size",
+            None,
+            "set it, or data.tokenizer",
+            "data.tokenizer=auto makes a tokenizer of the model's size",
+        )
     if config.data.source != "synthetic":
         tokenizer_train.check_bpe_size(size)
     elif size < 2:
@@ -285,9 +291,12 @@ def _trained_vocab_size(config: RunConfig) -> int:
 
 
 def _no_template(config: RunConfig) -> ConfigError:
-    return ConfigError("data.chat_template", config.data.chat_template,
-                       "give a Jinja file, or a data.tokenizer folder that has a chat template",
-                       "data.source=chat_jsonl needs a chat template and the tokenizer has none")
+    return ConfigError(
+        "data.chat_template",
+        config.data.chat_template,
+        "give a Jinja file, or a data.tokenizer folder that has a chat template",
+        "data.source=chat_jsonl needs a chat template and the tokenizer has none",
+    )
 
 
 def _template_override(config: RunConfig) -> str | None:
@@ -328,10 +337,15 @@ def _compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatT
         return ChatTemplate(text, special_tokens(folder), stop_tokens(folder))
     except TemplateError as error:
         if config.data.chat_template is not None:
-            raise ConfigError("data.chat_template", config.data.chat_template, "correct the template",
-                              reason(error)) from error  # fmt: skip
-        raise ConfigError("data.tokenizer", config.data.tokenizer, "give another chat template by data.chat_template",
-                          f"its chat template cannot be used: {reason(error)}") from error  # fmt: skip
+            raise ConfigError(
+                "data.chat_template", config.data.chat_template, "correct the template", reason(error)
+            ) from error
+        raise ConfigError(
+            "data.tokenizer",
+            config.data.tokenizer,
+            "give another chat template by data.chat_template",
+            f"its chat template cannot be used: {reason(error)}",
+        ) from error
 
 
 def check_chat(config: RunConfig) -> None:

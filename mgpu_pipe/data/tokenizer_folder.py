@@ -9,12 +9,22 @@ from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse
 from mgpu_pipe.errors import ModelFolderError
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
 )
 MODEL_VOCABULARY = "model_vocab_size"
 """In CONFIG, of a tokenizer that this program trained: the vocabulary of the model that it was trained for."""
 FILES = (
-    TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE, "chat_template.json", "added_tokens.json", "vocab.json", "merges.txt",
+    TOKENIZER,
+    CONFIG,
+    SPECIAL_TOKENS,
+    TEMPLATE,
+    "chat_template.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
 )
 """Files that belong to a tokenizer; the last three are what older ones were kept in."""
 
@@ -60,8 +70,11 @@ def token_differences(one: Path, other: Path) -> list[str]:
     if not all((folder / TOKENIZER).is_file() for folder in (one, other)):
         return []
     a, b = _tokens(one), _tokens(other)
-    return [f"{number} is {a[number]!r} there and {b[number]!r} here" for number in sorted(a.keys() & b.keys())
-            if a[number] != b[number]]  # fmt: skip
+    return [
+        f"{number} is {a[number]!r} there and {b[number]!r} here"
+        for number in sorted(a.keys() & b.keys())
+        if a[number] != b[number]
+    ]
 
 
 def _tokens(folder: Path) -> dict[int, str]:

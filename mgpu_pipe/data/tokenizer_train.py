@@ -20,9 +20,7 @@ _TRAINING_CHARACTERS = 256 << 20
 """Merges learned from more text than this do not change; larger corpora give a keyed share of their documents."""
 
 
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, folder: Path
-) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its tokenizer folder.
 
     The same texts give the same file, whatever the number of threads.
@@ -36,7 +34,9 @@ def train_bpe(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     with library_threads(True):
@@ -66,17 +66,26 @@ def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int
     """
     special = {"bos_token": end_of_text, "eos_token": end_of_text, "pad_token": end_of_text}
     write_json(folder / "special_tokens_map.json", special)
-    write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special,
-        MODEL_VOCABULARY: model_vocab_size,
-    })
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **special,
+            MODEL_VOCABULARY: model_vocab_size,
+        },
+    )
 
 
 def check_bpe_size(vocab_size: int) -> None:
     """Refuse a vocabulary too small for the 256 bytes."""
     if vocab_size < BYTE_LEVEL_MINIMUM:
-        raise ConfigError("model.config.vocab_size", vocab_size, f"use at least {BYTE_LEVEL_MINIMUM}",
-                          "a byte-level tokenizer needs 256 bytes and an end-of-text token")
+        raise ConfigError(
+            "model.config.vocab_size",
+            vocab_size,
+            f"use at least {BYTE_LEVEL_MINIMUM}",
+            "a byte-level tokenizer needs 256 bytes and an end-of-text token",
+        )
 
 
 def training_texts(

@@ -13,8 +13,10 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.load import LoadedRun, existing_folder, load_run
 from mgpu_pipe.runs.newest import named_or_newest, split_root
 
-FOLDER_HELP = "run's, step's or Hugging Face model's folder; default: the newest run with a checkpoint below " \
-              "run.root=<folder> (outputs/)"
+FOLDER_HELP = (
+    "run's, step's or Hugging Face model's folder; default: the newest run with a checkpoint below "
+    "run.root=<folder> (outputs/)"
+)
 
 
 def parser_of(verb: str, description: str) -> argparse.ArgumentParser:
@@ -33,8 +35,9 @@ def takes_target(parser: argparse.ArgumentParser) -> None:
 
 def takes_device(parser: argparse.ArgumentParser) -> None:
     """The argument of a verb that runs the model."""
-    parser.add_argument("--device", default="auto", metavar="DEVICE",
-                        help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ...")  # fmt: skip
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ..."
+    )
 
 
 def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def main(folder: str) -> int:
     probe = load(sys.stdin.buffer.read())
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto",
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype="auto",
         output_loading_info=True,
     )
     model, info = loaded

@@ -55,7 +55,9 @@ def evaluate_step_batches(model: PreTrainedModel, step_batches: Iterable[StepBat
 def _sum_of_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> float:
     logits = model(**forward_kwargs(model, batch)).logits
     losses = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(), batch["labels"].reshape(-1), ignore_index=IGNORE_INDEX,
+        logits.reshape(-1, logits.shape[-1]).float(),
+        batch["labels"].reshape(-1),
+        ignore_index=IGNORE_INDEX,
         reduction="none",
     )
     return float(losses.sum(dtype=torch.float64))

@@ -148,9 +148,10 @@ def _prove(model: PreTrainedModel, read: ReadTensor, dtype: torch.dtype, folder:
     done = subprocess.run(
         bound([sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder.absolute())]),
         cwd=folder,  # python -m imports from the working folder first, and that may be somebody else's
-        input=save({"input_ids": ids, "logits": logits}), capture_output=True,
+        input=save({"input_ids": ids, "logits": logits}),
+        capture_output=True,
         env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     if done.returncode:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise MgpuError(f"the exported folder failed its check and was removed: {last}")

@@ -74,8 +74,11 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
     if not isinstance(state, Mapping) or not state:
         raise BadInputError(f"--from={file}: holds no state_dict")
-    strange = [name for name, value in state.items()
-               if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta]  # fmt: skip
+    strange = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta
+    ]
     if strange:
         raise BadInputError(f"--from={file}: {strange[0]!r} of its state_dict is no plain tensor")
     return {str(name): tensor for name, tensor in state.items()}
@@ -93,9 +96,12 @@ def _read_deepspeed(source: Path, trust: bool, scratch: Path) -> dict[str, torch
     # Never the zero_to_fp32.py that lies in the folder: the installed package's own.
     command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", str(folder.absolute()), str(scratch), *tag]
     done = subprocess.run(
-        bound(command), capture_output=True, text=True, cwd=scratch,
+        bound(command),
+        capture_output=True,
+        text=True,
+        cwd=scratch,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     if done.returncode:
         raise MgpuError(f"--from={source}: DeepSpeed's zero_to_fp32 failed: {_reason(done.stderr)}")
     index = scratch / f"{CONVERTED}.index.json"

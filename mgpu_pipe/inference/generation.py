@@ -83,12 +83,22 @@ def generate_text(
     try:
         devices = [device] if device.type == "cuda" else []
         with (
-            length_at_hand(model), torch.no_grad(), _forward_in_place(model, forward),
+            length_at_hand(model),
+            torch.no_grad(),
+            _forward_in_place(model, forward),
             torch.random.fork_rng(devices=devices),
-        ):  # fmt: skip
+        ):
             return [
                 _continue(
-                    model, tokenizer, prompt, max_new_tokens, temperature, top_k, top_p, seed + number, together,
+                    model,
+                    tokenizer,
+                    prompt,
+                    max_new_tokens,
+                    temperature,
+                    top_k,
+                    top_p,
+                    seed + number,
+                    together,
                     use_cache=forward is None,
                 )
                 for number, prompt in enumerate(prompts)
@@ -125,8 +135,16 @@ def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None
 
 
 def _continue(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, temperature: float,
-    top_k: int | None, top_p: float | None, seed: int, together: bool, use_cache: bool,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    together: bool,
+    use_cache: bool,
 ) -> str:
     from transformers import GenerationConfig
 
@@ -140,7 +158,10 @@ def _continue(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     end = tokenizer.eos_token_id
     settings = GenerationConfig(
-        max_new_tokens=room, eos_token_id=end, pad_token_id=end if end is not None else 0, use_cache=use_cache,
+        max_new_tokens=room,
+        eos_token_id=end,
+        pad_token_id=end if end is not None else 0,
+        use_cache=use_cache,
         **sampling,
     )
     torch.manual_seed(seed)

@@ -21,8 +21,12 @@ LISTED = 8
 
 
 def fill_from_external(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], source: Path, prefix: str = "",
-    ignore: Sequence[str] = (), tokenizer: Path | None = None,
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    source: Path,
+    prefix: str = "",
+    ignore: Sequence[str] = (),
+    tokenizer: Path | None = None,
 ) -> StoredModel:
     """The model of ``config`` with foreign ``weights``, every one of which must find its place.
 
@@ -63,11 +67,12 @@ def fill_from_external(
     listed = [
         f"{len(names)} {kind}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
         for kind, names in (
-            ("missing", sorted(found["missing_keys"])), ("unexpected", sorted(unexpected)),
+            ("missing", sorted(found["missing_keys"])),
+            ("unexpected", sorted(unexpected)),
             ("of another shape", mismatched),
         )
         if names
-    ]  # fmt: skip
+    ]
     if listed:
         raise BadInputError(
             f"--from={source}: the tensors do not fit the model {config.name}: {'; '.join(listed)}; "

@@ -23,7 +23,11 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def write_model_folder(
-    model: PreTrainedModel, read: ReadTensor, out: Path, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES,
+    model: PreTrainedModel,
+    read: ReadTensor,
+    out: Path,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     maker: Path | None = None,
 ) -> list[str]:
     """Write configuration and weights into the existing folder ``out``, each file flushed.
@@ -42,19 +46,26 @@ def write_model_folder(
         OSError: it cannot be written.
     """
     groups = saved_groups(model)
-    entries = [Entry(name, dtype_name(torch.empty(0, dtype=kind)), shape)
-               for group in groups for kind in [_dtype_of(model, group, dtype)]
-               for name, shape in group.outputs.items()]  # fmt: skip
+    entries = [
+        Entry(name, dtype_name(torch.empty(0, dtype=kind)), shape)
+        for group in groups
+        for kind in [_dtype_of(model, group, dtype)]
+        for name, shape in group.outputs.items()
+    ]
     shards = _shards(entries, max_shard_bytes)
-    names = [WEIGHTS] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
     tensors = _tensors(model, groups, read, dtype)
     for name, shard in zip(names, shards, strict=True):
         write_tensor_file(out / name, shard, {"format": "pt"}, _bytes_of(shard, tensors))
     if len(shards) > 1:
-        total = {"total_parameters": sum(tensor.numel() for tensor in model.parameters()),
-                 "total_size": sum(entry.nbytes for entry in entries)}  # fmt: skip
+        total = {
+            "total_parameters": sum(tensor.numel() for tensor in model.parameters()),
+            "total_size": sum(entry.nbytes for entry in entries),
+        }
         held = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         text = json.dumps({"metadata": total, "weight_map": dict(sorted(held.items()))}, indent=2)
         (out / INDEX).write_text(text + "\n", encoding="utf-8")

@@ -29,9 +29,18 @@ LONGEST_TRACEBACK = 16_000
 """In characters; message and traceback together stay below the 64 KiB that a pipe holds."""
 NOT_RETRIED = (NonFiniteError.__name__, CheckpointSaveError.__name__)
 FOLLOWS_A_PEERS_END = (
-    "connection closed by peer", "connection reset by peer", "broken pipe", "connection refused",
-    "timed out waiting", "socket timeout", "wait timeout", "gloo", "nccl", "tcpstore", "barrier",
-)  # fmt: skip
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection refused",
+    "timed out waiting",
+    "socket timeout",
+    "wait timeout",
+    "gloo",
+    "nccl",
+    "tcpstore",
+    "barrier",
+)
 """What torch.distributed says on the ranks that outlive a failed one; its exceptions are plain RuntimeErrors."""
 
 
@@ -106,9 +115,12 @@ def follows_a_peers_end(error: BaseException) -> bool:
 
 
 def first_failure(
-    paths: RunPaths, exits: Iterable[Exit], attempt: int, killed_by_us: frozenset[int],
+    paths: RunPaths,
+    exits: Iterable[Exit],
+    attempt: int,
+    killed_by_us: frozenset[int],
     stood_still: frozenset[int] = frozenset(),
-) -> Failure:  # fmt: skip
+) -> Failure:
     """The failure that the others follow from: the earliest that is not itself a consequence.
 
     Args:
@@ -132,9 +144,15 @@ def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
         f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
     )
     return Failure(
-        rank=rank, type=WorkerError.__name__, message=message, traceback="", exit_code=EXIT_FAILURE, at=waited.at,
-        follows=False, log=paths.rank_log(rank),
-    )  # fmt: skip
+        rank=rank,
+        type=WorkerError.__name__,
+        message=message,
+        traceback="",
+        exit_code=EXIT_FAILURE,
+        at=waited.at,
+        follows=False,
+        log=paths.rank_log(rank),
+    )
 
 
 def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
@@ -144,9 +162,15 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
     if told:
         record = json.loads(told)
         return Failure(
-            rank=end.rank, type=record["type"], message=record["message"], traceback=record["traceback"],
-            exit_code=record["exit_code"], at=record["time"], follows=record["follows"], log=log,
-        )  # fmt: skip
+            rank=end.rank,
+            type=record["type"],
+            message=record["message"],
+            traceback=record["traceback"],
+            exit_code=record["exit_code"],
+            at=record["time"],
+            follows=record["follows"],
+            log=log,
+        )
     tail = log_tail(log, attempt)
     message = f"ended with exit code {end.code}"
     if end.code < 0:
@@ -156,9 +180,15 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
     # NCCL's watchdog aborts the process from a thread of its own, so that no exception is left
     follows = end.code == -signal.SIGABRT and "processgroup" in tail.lower()
     return Failure(
-        rank=end.rank, type=WorkerError.__name__, message=message, traceback=tail,
-        exit_code=EXIT_FAILURE, at=end.seen_at, follows=follows, log=log,
-    )  # fmt: skip
+        rank=end.rank,
+        type=WorkerError.__name__,
+        message=message,
+        traceback=tail,
+        exit_code=EXIT_FAILURE,
+        at=end.seen_at,
+        follows=follows,
+        log=log,
+    )
 
 
 def _signal_name(number: int) -> str:

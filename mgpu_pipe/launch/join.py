@@ -68,7 +68,11 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
     with ExitStack() as held:
         store = _rendezvous(config)
-        shared = _plan_on_rank_zero(config, world, asked, store, held) if world.rank == 0 else _plan_from_rank_zero(config, store)
+        shared = (
+            _plan_on_rank_zero(config, world, asked, store, held)
+            if world.rank == 0
+            else _plan_from_rank_zero(config, store)
+        )
         paths = RunPaths(Path(shared.folder))
         if not shared.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
@@ -164,14 +168,22 @@ def _plan_from_rank_zero(config: RunConfig, store: Store) -> _SharedPlan:
     shared = _SharedPlan(**told)
     if shared.config_hash != config_hash(config):
         raise ConfigError(
-            "config", config_hash(config), "give every node the same command and the same version of the files",
+            "config",
+            config_hash(config),
+            "give every node the same command and the same version of the files",
             f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ",
-        )  # fmt: skip
+        )
     return shared
 
 
 def _train(
-    world: World, paths: RunPaths, store: Store, shared: _SharedPlan, held: ExitStack, started: float, alone: Sequence[str]
+    world: World,
+    paths: RunPaths,
+    store: Store,
+    shared: _SharedPlan,
+    held: ExitStack,
+    started: float,
+    alone: Sequence[str],
 ) -> str:
     """Train; an error ends this process after it was told, for the other ranks cannot be waited for.
 

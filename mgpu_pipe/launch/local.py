@@ -69,9 +69,11 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
         return join(joined, config, asked)
     if config.trainer.num_nodes > 1:
         raise ConfigError(
-            "trainer.num_nodes", config.trainer.num_nodes,
-            "start it on every node, by srun or torchrun", "this command starts workers on one machine only",
-        )  # fmt: skip
+            "trainer.num_nodes",
+            config.trainer.num_nodes,
+            "start it on every node, by srun or torchrun",
+            "this command starts workers on one machine only",
+        )
     started = time.monotonic()
     folder = run_folder.choose_folder(config, swept=asked.swept)
     with SignalInbox() as inbox:
@@ -79,9 +81,7 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
     return replace(result, asked_to_stop=inbox.stop_requested)
 
 
-def _launch(
-    config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Asked, started: float
-) -> LaunchResult:
+def _launch(config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Asked, started: float) -> LaunchResult:
     try:
         with RunLock(folder.paths.lock) as lock:
             folder = run_folder.settle(folder, config, asked.alone)
@@ -100,13 +100,7 @@ def _launch(
         return _stopped_before_training(config, folder, asked)
 
 
-def _run(
-    config: RunConfig,
-    folder: RunFolder,
-    lock: RunLock,
-    inbox: SignalInbox,
-    asked: Asked,
-) -> Outcome:
+def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox, asked: Asked) -> Outcome:
     """Start the workers, which import while the data is prepared, let them train, and watch them to their end."""
     paths, world = folder.paths, world_size(config)
     threads = choose_threads(config, world)
@@ -159,9 +153,7 @@ def _stopping(lock: RunLock) -> None:
     lock.stopping()
 
 
-def _finish(
-    config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, alone: Sequence[str]
-) -> LaunchResult:
+def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, alone: Sequence[str]) -> LaunchResult:
     if outcome.failure is not None:
         print(outcome.failure.show(), file=sys.stderr, flush=True)
     if outcome.message:

@@ -21,8 +21,11 @@ class OrphanGuard:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(read_fd)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[read_fd], start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[read_fd],
+                start_new_session=True,
+            )
         finally:
             os.close(read_fd)
 

@@ -71,29 +71,46 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
     if not own and manifest.step >= length:
         key = "trainer.max_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
         limit = config.trainer.max_steps or config.trainer.max_epochs
-        errors.append(ConfigError(key, limit, f"use more than {manifest.step} steps, counted from the start of the run",
-                                  f"the checkpoint {step} is at step {manifest.step} already"))  # fmt: skip
+        errors.append(
+            ConfigError(
+                key,
+                limit,
+                f"use more than {manifest.step} steps, counted from the start of the run",
+                f"the checkpoint {step} is at step {manifest.step} already",
+            )
+        )
     errors += [
-        ConfigError(name, now, f"use {then} to resume from it, or checkpoint.init_from for the weights alone",
-                    f"the checkpoint {step} was trained with {then}")
+        ConfigError(
+            name,
+            now,
+            f"use {then} to resume from it, or checkpoint.init_from for the weights alone",
+            f"the checkpoint {step} was trained with {then}",
+        )
         for name, now, then in differences(config, before, [Kind.FIXED])
-    ]  # fmt: skip
+    ]
     state = read_state(step, manifest, "off")
     if not errors and state.get("data_digest") != prepared.digest:
         changed = [name for name, _, _ in differences(config, before, [Kind.CONTENT]) if name.startswith("data.")]
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
         changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
         errors.append(
-            ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from",
-                        f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})")
-        )  # fmt: skip
+            ConfigError(
+                "checkpoint.resume",
+                step,
+                "give the same data, or use checkpoint.init_from",
+                f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})",
+            )
+        )
     held_out = state.get("validation_digest")
     if not errors and held_out and prepared.validation_digest and held_out != prepared.validation_digest:
         errors.append(
-            ConfigError("data.validation_paths", config.data.validation_paths,
-                        "give the same files, or use checkpoint.init_from",
-                        f"the held-out data is not what {step} was evaluated on")
-        )  # fmt: skip
+            ConfigError(
+                "data.validation_paths",
+                config.data.validation_paths,
+                "give the same files, or use checkpoint.init_from",
+                f"the held-out data is not what {step} was evaluated on",
+            )
+        )
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)
@@ -119,8 +136,14 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
         kept = source
         held = read_config_json(source)
         if config.model.path is None and config.model.type != held.get("model_type"):
-            errors.append(ConfigError("model.type", config.model.type, f"use {held.get('model_type')}",
-                                      f"the weights of {source} are a {held.get('model_type')}'s"))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    "model.type",
+                    config.model.type,
+                    f"use {held.get('model_type')}",
+                    f"the weights of {source} are a {held.get('model_type')}'s",
+                )
+            )
         settings = {name: value for name, value in config.model.config.items() if name in held}
         notices = _trained_with(settings, {name: held[name] for name in settings})
     else:
@@ -129,15 +152,25 @@ def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
         before, _ = load_untrusted(step / "config.yaml")
         if config.model.path is None and before.model.path is None:
             if config.model.type != before.model.type:
-                errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}",
-                                          f"the weights of {step} are a {before.model.type}'s"))  # fmt: skip
+                errors.append(
+                    ConfigError(
+                        "model.type",
+                        config.model.type,
+                        f"use {before.model.type}",
+                        f"the weights of {step} are a {before.model.type}'s",
+                    )
+                )
             notices = _trained_with(config.model.config, before.model.config)
     tokens = token_differences(kept, prepared.tokenizer_folder)
     if tokens:
-        errors.append(ConfigError(
-            "data.tokenizer", config.data.tokenizer, f"use data.tokenizer={kept.absolute()}",
-            f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})",
-        ))  # fmt: skip
+        errors.append(
+            ConfigError(
+                "data.tokenizer",
+                config.data.tokenizer,
+                f"use data.tokenizer={kept.absolute()}",
+                f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})",
+            )
+        )
     if errors:
         raise ConfigErrors(errors)
     return notices

@@ -145,9 +145,13 @@ def _reason_to_kill(
 
 
 def _judge(
-    group: WorkerGroup, plan: WorkerPlan, message: str, killed: frozenset[int], stood_still: frozenset[int],
+    group: WorkerGroup,
+    plan: WorkerPlan,
+    message: str,
+    killed: frozenset[int],
+    stood_still: frozenset[int],
     stopped: bool,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     codes = {end.code for end in group.exits if end.rank not in killed}
     if message:
         return Outcome("failed", EXIT_FAILURE, group.attempt, message=message)

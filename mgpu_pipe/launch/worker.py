@@ -116,8 +116,13 @@ def train_in(
                 torch.cuda.empty_cache()
             samples = _samples(config, result, device)
         known = {
-            "status": result.status, "step": result.step, "world_size": world.world_size, **result.summary,
-            "metrics": result.metrics, "wall_s": time.monotonic() - started, "attempts": world.attempt,
+            "status": result.status,
+            "step": result.step,
+            "world_size": world.world_size,
+            **result.summary,
+            "metrics": result.metrics,
+            "wall_s": time.monotonic() - started,
+            "attempts": world.attempt,
             "samples": samples,
         }
         write_summary(paths, known)  # the launcher puts the whole command's time in
@@ -168,9 +173,14 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
     from mgpu_pipe.inference.generation import generate_text
 
     texts = generate_text(
-        result.model, tokenizer_folder, prompts, max_new_tokens=config.objective.sample_max_new_tokens,
-        seed=config.seed, together=True, forward=result.sampling_forward,
-    )  # fmt: skip
+        result.model,
+        tokenizer_folder,
+        prompts,
+        max_new_tokens=config.objective.sample_max_new_tokens,
+        seed=config.seed,
+        together=True,
+        forward=result.sampling_forward,
+    )
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
@@ -200,9 +210,13 @@ def _live_stream() -> TextIO | None:
     os.set_inheritable(fd, False)
 
     def to_log(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int,
-        file: TextIO | None = None, line: str | None = None,
-    ) -> None:  # fmt: skip
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         (file or log).write(warnings.formatwarning(message, category, filename, lineno, line))
 
     warnings.showwarning = to_log

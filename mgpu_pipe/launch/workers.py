@@ -126,9 +126,14 @@ class WorkerGroup:
         try:
             with open_log(plan.paths.rank_log(rank), rank, plan.world_size, self.attempt) as log:
                 self._running[rank] = subprocess.Popen(
-                    list(plan.argv), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-                    pass_fds=passed, start_new_session=True,
-                )  # fmt: skip
+                    list(plan.argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    pass_fds=passed,
+                    start_new_session=True,
+                )
             self._orphan_guard.watch(self._running[rank].pid)
         finally:
             os.close(read_fd)

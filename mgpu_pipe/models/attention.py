@@ -19,14 +19,55 @@ if TYPE_CHECKING:
 
 BY_POSITION_IDS = frozenset(
     [
-        "arcee", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2",
-        "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "granite",
-        "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2",
-        "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe",
-        "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-        "stablelm", "starcoder2",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "flex_olmo",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "llama",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "persimmon",
+        "phi",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
     ]
-)  # fmt: skip
+)
 """Families that keep restarted positions apart by themselves."""
 BY_MASK = frozenset(["biogpt", "falcon", "mpt", "opt", "xglm"])
 """Families that need the block-diagonal mask."""
@@ -68,12 +109,16 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
         setting = UNPACKED.get(model_type)
         having = f" with {setting}=true" if setting else ""
         raise ConfigError(
-            "data.packing", packing, "use data.packing=none",
+            "data.packing",
+            packing,
+            "use data.packing=none",
             f"attention of the {model_type} family{having} is not known to stay inside documents of a packed sample",
         )
     if attn_implementation in FLASH:
         raise ConfigError(
-            "model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none",
+            "model.attn_implementation",
+            attn_implementation,
+            "use sdpa, or data.packing=none",
             f"the {model_type} family needs a mask for packed samples, which flash attention does not take",
         )
 

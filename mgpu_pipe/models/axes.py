@@ -10,6 +10,10 @@ def axes_of(model_type: str) -> str:
     from mgpu_pipe.models.stage_parts import STAGE_PARTS
     from mgpu_pipe.models.tensor_plans import has_tensor_plan
 
-    has = {"tp": has_tensor_plan(model_type), "pp": model_type in STAGE_PARTS, "cp": model_type in BY_INTERFACE,
-           "ep": model_type in EXPERT_FAMILIES}  # fmt: skip
+    has = {
+        "tp": has_tensor_plan(model_type),
+        "pp": model_type in STAGE_PARTS,
+        "cp": model_type in BY_INTERFACE,
+        "ep": model_type in EXPERT_FAMILIES,
+    }
     return ", ".join(["dp_replicate", "dp_shard", *(axis for axis, there in has.items() if there)])

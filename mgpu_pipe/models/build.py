@@ -19,15 +19,33 @@ from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
 from mgpu_pipe.models.parts import PartOf, fill_parameters
 
-REFUSALS = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, RuntimeError,
-            StrictDataclassError)  # fmt: skip
+REFUSALS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    RuntimeError,
+    StrictDataclassError,
+)
 """What transformers raises on fields that do not fit together; it has no class of its own for that."""
 
 NOT_FOLLOWED = {
-    "auto_map", "custom_pipelines", "quantization_config", "compression_config", "attn_implementation",
-    "_attn_implementation", "_attn_implementation_internal", "experts_implementation", "_experts_implementation",
-    "_experts_implementation_internal", "name_or_path", "_name_or_path", "use_kernels",
-}  # fmt: skip
+    "auto_map",
+    "custom_pipelines",
+    "quantization_config",
+    "compression_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "name_or_path",
+    "_name_or_path",
+    "use_kernels",
+}
 """What a folder's config.json may not decide: code and kernels to be fetched and run, other folders."""
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
@@ -115,7 +133,11 @@ def materialise_empty(model: PreTrainedModel, device: torch.device | str) -> Pre
 
 
 def draw_parameter(
-    model: PreTrainedModel, recipe: InitRecipe, name: str, seed: int, device: torch.device | str = "cpu",
+    model: PreTrainedModel,
+    recipe: InitRecipe,
+    name: str,
+    seed: int,
+    device: torch.device | str = "cpu",
     rows: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """The initial value of the parameter that ``named_parameters()`` calls ``name``, or a range of its rows.
@@ -163,10 +185,16 @@ def load_pretrained(
         meta = _build_meta(config, model)
     _check_elements(folder, meta)
     result: Any = type(meta).from_pretrained(
-        str(folder), config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False,
-        dtype=torch.float32, attn_implementation=meta.config._attn_implementation, output_loading_info=True,
+        str(folder),
+        config=config,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        attn_implementation=meta.config._attn_implementation,
+        output_loading_info=True,
         ignore_mismatched_sizes=True,
-    )  # fmt: skip
+    )
     loaded, info = result
     check_loading(folder, info, set(tied_sources(loaded)))
     freeze_parameters(loaded, model.freeze)
@@ -249,10 +277,12 @@ def check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None
     problems = [
         f"{len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
         for kind, names in (
-            ("missing", missing), ("unexpected", set(info["unexpected_keys"])), ("of another shape", mismatched),
+            ("missing", missing),
+            ("unexpected", set(info["unexpected_keys"])),
+            ("of another shape", mismatched),
         )
         if names
-    ]  # fmt: skip
+    ]
     problems += [_first_line(message) for message in info.get("error_msgs") or []]
     if problems:
         raise ModelFolderError(

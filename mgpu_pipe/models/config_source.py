@@ -109,8 +109,9 @@ def rope_parameter_names(model_type: str) -> set[str]:
     node = _class_node(file, "RopeParameters") if file and file.is_file() else None
     if node is None:
         return set()
-    names = {item.target.id for item in node.body
-             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}  # fmt: skip
+    names = {
+        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+    }
     place = _place(model_type)
     modeling = place[0].with_name(place[0].name.replace("configuration_", "modeling_")) if place else None
     for one in (place[0] if place else None, modeling):
@@ -151,8 +152,10 @@ def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:
         elif isinstance(item, ast.FunctionDef):
             _read_method(item, found)
     rope_shorthands = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-    found.keywords = found.keywords | rope_shorthands if "rope_parameters" in found.annotations else (
-        found.keywords - rope_shorthands
+    found.keywords = (
+        found.keywords | rope_shorthands
+        if "rope_parameters" in found.annotations
+        else (found.keywords - rope_shorthands)
     )
     found.keywords = {name for name in found.keywords if not name.startswith("_")} - {"self", "kwargs"}
     return found

@@ -32,12 +32,13 @@ def context_parallel_errors(
     if model_type not in BY_INTERFACE:
         return [
             ConfigError(
-                "strategy.cp", cp,
+                "strategy.cp",
+                cp,
                 f"use strategy.cp=1 (the axes for it are {axes_of(model_type)}), or a model of "
                 f"{', '.join(sorted(BY_INTERFACE))}",
                 f"attention of the {model_type} family cannot run over several ranks",
             )
-        ]  # fmt: skip
+        ]
     own_names = (config_class(model_type) or ConfigClass()).attribute_map
     return [
         *_length_errors(seq_len, cp, method),
@@ -64,14 +65,14 @@ def _head_errors(fields: Mapping[str, Any], cp: int, method: str, tp: int) -> It
         fits = [size for size in range(1, local + 1) if local % size == 0]
         shared = f" / strategy.tp={tp}" if tp > 1 else ""
         yield ConfigError(
-            "strategy.cp", cp, f"use one of {fits}, or strategy.context.method=ring",
+            "strategy.cp",
+            cp,
+            f"use one of {fits}, or strategy.context.method=ring",
             f"ulysses shares heads, and {heads} heads{shared} are not divisible by it",
-        )  # fmt: skip
+        )
 
 
-def _attention_errors(
-    fields: Mapping[str, Any], own_names: Mapping[str, str], seq_len: int
-) -> Iterator[ConfigError]:
+def _attention_errors(fields: Mapping[str, Any], own_names: Mapping[str, str], seq_len: int) -> Iterator[ConfigError]:
     def error(name: str, fix: str, reason: str) -> ConfigError:
         return ConfigError(f"model.config.{own_names.get(name, name)}", fields[name], fix, reason)
 

@@ -113,6 +113,11 @@ def _gpt2(fields: Mapping[str, Any]) -> _Layers:
 
 
 FAMILIES: dict[str, Callable[[Mapping[str, Any]], _Layers]] = {
-    "llama": _llama, "mistral": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral, "gpt2": _gpt2,
-}  # fmt: skip
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
+    "gpt2": _gpt2,
+}

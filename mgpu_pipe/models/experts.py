@@ -9,25 +9,53 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.axes import axes_of
 
 EXPERT_FAMILIES = {
-    "afmoe": "num_experts", "bailing_hybrid": "num_experts", "cohere2_moe": "num_experts",
-    "deepseek_v2": "n_routed_experts", "deepseek_v3": "n_routed_experts", "ernie4_5_moe": "moe_num_experts",
-    "exaone_moe": "num_experts", "flex_olmo": "num_experts", "glm4_moe": "n_routed_experts",
-    "glm4_moe_lite": "n_routed_experts", "gpt_oss": "num_local_experts", "granitemoe": "num_local_experts",
-    "granitemoeshared": "num_local_experts", "hunyuan_v1_moe": "num_experts", "jamba": "num_experts",
-    "laguna": "num_experts", "mellum": "num_local_experts", "minimax": "num_local_experts",
-    "minimax_m2": "num_local_experts", "mixtral": "num_local_experts", "olmoe": "num_experts",
-    "qwen2_moe": "num_experts", "qwen3_moe": "num_experts", "qwen3_next": "num_experts",
+    "afmoe": "num_experts",
+    "bailing_hybrid": "num_experts",
+    "cohere2_moe": "num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+    "ernie4_5_moe": "moe_num_experts",
+    "exaone_moe": "num_experts",
+    "flex_olmo": "num_experts",
+    "glm4_moe": "n_routed_experts",
+    "glm4_moe_lite": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+    "granitemoe": "num_local_experts",
+    "granitemoeshared": "num_local_experts",
+    "hunyuan_v1_moe": "num_experts",
+    "jamba": "num_experts",
+    "laguna": "num_experts",
+    "mellum": "num_local_experts",
+    "minimax": "num_local_experts",
+    "minimax_m2": "num_local_experts",
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+    "qwen3_next": "num_experts",
     "solar_open": "n_routed_experts",
-}  # fmt: skip
+}
 """Families whose experts are packed in one module that their ``ep_plan`` names, by the field that numbers the experts.
 Each was tried: two processes give the gradients of one. (Phi-MoE is left out: its router draws lots in training.)"""
 
 BALANCED_FAMILIES = frozenset(
     [
-        "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "jamba", "mellum",
-        "minimax", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "jamba",
+        "mellum",
+        "minimax",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
     ]
-)  # fmt: skip
+)
 """Those whose routers take the softmax of their logits. The others balance by a bias or by sigmoid scores."""
 
 

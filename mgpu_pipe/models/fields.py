@@ -36,9 +36,15 @@ MOST_PARTS, MOST = 1 << 16, 1 << 28
 NEEDED = {"xmod": ("default_language", "give the language of the text, e.g. en_XX")}
 """Fields that a forward pass of a family needs and that have no default."""
 PRIMITIVES: dict[str, tuple[type, ...]] = {
-    "int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "list": (list,), "dict": (dict,),
-    "tuple": (list, tuple), "None": (type(None),),
-}  # fmt: skip
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+    "list": (list,),
+    "dict": (dict,),
+    "tuple": (list, tuple),
+    "None": (type(None),),
+}
 
 
 def model_types() -> list[str]:
@@ -100,8 +106,10 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         fields.update(read_config_json(Path(model.path).expanduser()))
     known = config_class(_model_type(model)) or ConfigClass()
     own_names = known.attribute_map
-    given = {**{own_names.get(name, name): value for name, value in fields.items()},
-             **{own_names.get(name, name): value for name, value in model.config.items()}}  # fmt: skip
+    given = {
+        **{own_names.get(name, name): value for name, value in fields.items()},
+        **{own_names.get(name, name): value for name, value in model.config.items()},
+    }
     defaults = {own_names.get(name, name): value for name, value in known.defaults.items() if value is not NO_DEFAULT}
     found = {**defaults, **given}
     nested = found.get("text_config")

@@ -70,9 +70,7 @@ def active_matmul_parameters(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
     head_weight = None if head is None else head.weight
-    lookups = {
-        module.weight for module in model.modules() if isinstance(module, nn.Embedding)
-    } - {head_weight}  # fmt: skip
+    lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head_weight}
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
     total = 0

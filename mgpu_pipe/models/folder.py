@@ -21,17 +21,34 @@ ADAPTER = "adapter_config.json"
 MAX_HEADER_BYTES = 32 << 20
 """Some 300,000 tensors; the format's own limit is 100 MB."""
 DTYPE_BITS = {
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
-    "U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "I8": 8, "U8": 8, "BOOL": 8,
-}  # fmt: skip
+    "F64": 64,
+    "I64": 64,
+    "U64": 64,
+    "C64": 64,
+    "F32": 32,
+    "I32": 32,
+    "U32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I16": 16,
+    "U16": 16,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
+    "I8": 8,
+    "U8": 8,
+    "BOOL": 8,
+}
 LEAST_SHARE_USED = 0.9
 """Models pad their vocabulary (by 2 % at most in published ones); fewer used rows than this is another tokenizer."""
 
 
-def check_model_folder(
-    path: Path | str, tokenizer_vocab_size: int | None = None, made_for: int | None = None
-) -> None:
+def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None, made_for: int | None = None) -> None:
     """Raise unless the folder has a configuration and whole safetensors weights that fit the tokenizer.
 
     Args:
@@ -63,9 +80,7 @@ def check_model_folder(
 
 def stored_elements(folder: Path) -> int:
     """Numbers that the folder's weights hold, by their headers; for a folder that was checked."""
-    return sum(
-        prod(entry["shape"]) for name in weight_files(folder) for entry in read_header(folder / name).values()
-    )
+    return sum(prod(entry["shape"]) for name in weight_files(folder) for entry in read_header(folder / name).values())
 
 
 def stored_tensors(folder: Path) -> int:

@@ -24,7 +24,9 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not matched:
             close = nearest(pattern, list(named))
             raise ConfigError(
-                "model.freeze", pattern, f"did you mean {close}?" if close else f"use names like {next(iter(named))}",
+                "model.freeze",
+                pattern,
+                f"did you mean {close}?" if close else f"use names like {next(iter(named))}",
                 "matches no parameter of the model",
             )
         for name in matched:

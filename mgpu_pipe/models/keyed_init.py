@@ -30,11 +30,24 @@ CHUNK = 1 << 21
 aten = torch.ops.aten
 ELEMENTWISE_DRAWS: set[Any] = {aten.normal_.default, aten.uniform_.default, nn.init.trunc_normal_}
 ELEMENTWISE_FILLS: set[Any] = {aten.fill_.Scalar, aten.zero_.default}
-ELEMENTWISE: set[Any] = ELEMENTWISE_DRAWS | ELEMENTWISE_FILLS | {
-    aten.mul_.Scalar, aten.mul_.Tensor, aten.add_.Scalar, aten.add_.Tensor, aten.sub_.Tensor, aten.div_.Tensor,
-    aten.div_.Scalar, aten.clamp_.default, aten.erfinv_.default, aten.neg_.default, aten.exp_.default,
-    aten.log_.default,
-}  # fmt: skip
+ELEMENTWISE: set[Any] = (
+    ELEMENTWISE_DRAWS
+    | ELEMENTWISE_FILLS
+    | {
+        aten.mul_.Scalar,
+        aten.mul_.Tensor,
+        aten.add_.Scalar,
+        aten.add_.Tensor,
+        aten.sub_.Tensor,
+        aten.div_.Tensor,
+        aten.div_.Scalar,
+        aten.clamp_.default,
+        aten.erfinv_.default,
+        aten.neg_.default,
+        aten.exp_.default,
+        aten.log_.default,
+    }
+)
 EARLY_OUT_ON_META = ("trunc_normal_", "orthogonal_", "sparse_", "dirac_")
 """torch.nn.init functions that do nothing on meta tensors, or decide by looking at values."""
 
@@ -106,7 +119,9 @@ class InitRecipe:
             return self.recorder.cone(self.refs[name].storage)
         except NotRecordedError:
             raise ConfigError(
-                "model.type", self.model_type, "use another model type, or load weights with model.path",
+                "model.type",
+                self.model_type,
+                "use another model type, or load weights with model.path",
                 f"transformers leaves {name} of this family without an initialisation that can be repeated by name",
             ) from None
 

@@ -102,7 +102,11 @@ def _with_value(
         local = offloaded
     elif isinstance(parameter, DTensor):
         local = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False,
-            shape=parameter.shape, stride=parameter.stride(),
-        )  # fmt: skip
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
     return nn.Parameter(local, requires_grad=parameter.requires_grad)

@@ -128,8 +128,12 @@ class Recorder(TorchDispatchMode):
         written: list[TensorRef] = []
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = recorded_kwargs.get(argument.name) if argument.kwarg_only else (
-                    recorded_args[position] if position < len(recorded_args) else recorded_kwargs.get(argument.name)
+                value = (
+                    recorded_kwargs.get(argument.name)
+                    if argument.kwarg_only
+                    else (
+                        recorded_args[position] if position < len(recorded_args) else recorded_kwargs.get(argument.name)
+                    )
                 )
                 written.extend(_refs(value))
         outputs = [self.ref(tensor) for tensor in _tensors(result)]
@@ -143,8 +147,14 @@ class Recorder(TorchDispatchMode):
             reads = set()
         self._append(
             Operation(
-                func, recorded_args, recorded_kwargs, outputs, reads, created | {ref.storage for ref in written},
-                overwrites, torch.Tag.nondeterministic_seeded in func.tags,
+                func,
+                recorded_args,
+                recorded_kwargs,
+                outputs,
+                reads,
+                created | {ref.storage for ref in written},
+                overwrites,
+                torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
         return result
@@ -238,8 +248,11 @@ def _refs(tree: Any) -> Iterator[TensorRef]:
 
 
 def replay(
-    operations: list[Operation], result: TensorRef, constants: dict[int, torch.UntypedStorage],
-    storage_bytes: dict[int, int], seed: int,
+    operations: list[Operation],
+    result: TensorRef,
+    constants: dict[int, torch.UntypedStorage],
+    storage_bytes: dict[int, int],
+    seed: int,
 ) -> torch.Tensor:
     """Run ``operations`` on CPU memory and return ``result``; random operations draw from ``seed``."""
     storages: dict[int, torch.UntypedStorage] = {}

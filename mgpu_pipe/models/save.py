@@ -22,9 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 GENERATION = "generation_config.json"
 
@@ -48,8 +57,11 @@ def saved_groups(model: PreTrainedModel) -> list[SavedGroup]:
     """
     tied = tied_sources(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or [])
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()
-              if name not in ignored and tied.get(name, name) == name}  # fmt: skip
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in ignored and tied.get(name, name) == name
+    }
     whole = _converted_shapes(model, list(shapes)) or {}
     groups: dict[str, list[str]] = {}
     for name in shapes:

@@ -14,8 +14,16 @@ from mgpu_pipe.models.fields import config_fields
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-NOT_MATHEMATICS = {"transformers_version", "architectures", "dtype", "use_cache", "_name_or_path", "auto_map",
-                   "attn_implementation", "_attn_implementation"}  # fmt: skip
+NOT_MATHEMATICS = {
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "use_cache",
+    "_name_or_path",
+    "auto_map",
+    "attn_implementation",
+    "_attn_implementation",
+}
 LISTED = 8
 
 
@@ -60,8 +68,11 @@ def require_model_settings(saved: object, live: Mapping[str, Any], folder: Path)
     """
     if not isinstance(saved, Mapping):
         return
-    apart = [f"{name}={live[name]} (saved with {saved[name]})" for name in live
-             if name in saved and saved[name] != live[name]]  # fmt: skip
+    apart = [
+        f"{name}={live[name]} (saved with {saved[name]})"
+        for name in live
+        if name in saved and saved[name] != live[name]
+    ]
     if apart:
         more = f"; and {len(apart) - LISTED} more" if len(apart) > LISTED else ""
         raise CheckpointError(

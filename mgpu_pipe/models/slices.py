@@ -63,7 +63,7 @@ class _Target:
 
     @torch.no_grad()
     def copy(self, stored: Any) -> None:
-        """TakeTensor this rank's parts of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
+        """Take this rank's parts of ``stored``, a whole tensor or a slice of a file that reads what it is asked for."""
         local = local_tensor(self.parameter)
         for block, part in parts_held(self.parameter, self.layout):
             ranges = tuple(slice(o, o + n) for o, n in zip(part.offsets, part.shape, strict=True))
@@ -99,7 +99,9 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
 
 
 def read_folder(
-    source: ModelConfig, parameters: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, tuple[int, ...]],
+    source: ModelConfig,
+    parameters: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
     take: TakeTensor,
 ) -> None:
     """Show ``take`` every parameter of ``source`` in its folder, one after the other.
@@ -122,8 +124,11 @@ def read_folder(
 
 
 def read_tensors(
-    twin: PreTrainedModel, held: Mapping[str, Callable[[], Any]], parameters: Mapping[str, torch.nn.Parameter],
-    shapes: Mapping[str, tuple[int, ...]], take: TakeTensor,
+    twin: PreTrainedModel,
+    held: Mapping[str, Callable[[], Any]],
+    parameters: Mapping[str, torch.nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
+    take: TakeTensor,
 ) -> dict[str, set[str]]:
     """Show ``take`` every parameter that can be made of tensors under a folder's names, or the modules' own.
 
@@ -190,8 +195,11 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
 
 
 def _convert(
-    twin: PreTrainedModel, sources: Mapping[str, _Source], held: Mapping[str, Callable[[], Any]],
-    shapes: Mapping[str, tuple[int, ...]], take: TakeTensor,
+    twin: PreTrainedModel,
+    sources: Mapping[str, _Source],
+    held: Mapping[str, Callable[[], Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    take: TakeTensor,
 ) -> set[str]:
     """Show what transformers makes of several tensors, one parameter at a time; names of what came out."""
     from transformers.conversion_mapping import get_model_conversion_mapping

@@ -54,9 +54,20 @@ OWN_PLANS: Mapping[str, Mapping[str, Style]] = {
 }
 """By a module's class, so that they hold wherever it is part of a larger model."""
 OWN_FAMILIES = frozenset(
-    ["gpt2", "clip", "clip_vision_model", "clip_text_model", "siglip", "siglip_vision_model", "siglip_text_model",
-     "vit", "wav2vec2", "whisper", "llava"]
-)  # fmt: skip
+    [
+        "gpt2",
+        "clip",
+        "clip_vision_model",
+        "clip_text_model",
+        "siglip",
+        "siglip_vision_model",
+        "siglip_text_model",
+        "vit",
+        "wav2vec2",
+        "whisper",
+        "llava",
+    ]
+)
 """Families of which those classes are the blocks."""
 
 
@@ -107,11 +118,7 @@ def has_tensor_plan(model_type: str) -> bool:
 
 
 def tensor_parallel_errors(
-    fields: Mapping[str, Any],
-    model_type: str,
-    tp: int,
-    sequence_parallel: bool,
-    seq_len: int,
+    fields: Mapping[str, Any], model_type: str, tp: int, sequence_parallel: bool, seq_len: int
 ) -> list[ConfigError]:
     """What keeps a model of these sizes from being cut over ``tp`` ranks.
 
@@ -124,7 +131,9 @@ def tensor_parallel_errors(
     if not has_tensor_plan(model_type):
         return [
             ConfigError(
-                "strategy.tp", tp, f"use strategy.tp=1; the axes for it are {axes_of(model_type)}",
+                "strategy.tp",
+                tp,
+                f"use strategy.tp=1; the axes for it are {axes_of(model_type)}",
                 f"the {model_type} family has no plan for tensor parallelism",
             )
         ]
@@ -134,7 +143,9 @@ def tensor_parallel_errors(
     if sequence_parallel and model_type not in SEQUENCE_PLANS:
         errors.append(
             ConfigError(
-                "strategy.sequence_parallel", True, "use strategy.sequence_parallel=false",
+                "strategy.sequence_parallel",
+                True,
+                "use strategy.sequence_parallel=false",
                 f"the {model_type} family has no plan for it; these have: {', '.join(sorted(SEQUENCE_PLANS))}",
             )
         )
@@ -143,7 +154,9 @@ def tensor_parallel_errors(
         nearest = " or ".join(str(length) for length in (below, below + tp) if length)
         errors.append(
             ConfigError(
-                "data.seq_len", seq_len, f"use {nearest}, or strategy.sequence_parallel=false",
+                "data.seq_len",
+                seq_len,
+                f"use {nearest}, or strategy.sequence_parallel=false",
                 f"sequence parallelism cuts it over strategy.tp={tp}",
             )
         )

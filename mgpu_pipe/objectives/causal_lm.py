@@ -65,9 +65,13 @@ class CausalLMObjective(Objective):
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str,
+        self,
+        model: torch.nn.Module,
+        optimizer_factory: Any,
+        learning_rate: LearningRate,
+        chunk_tokens: int | str,
         router_aux_loss: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self.router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
         head = model.get_output_embeddings()  # type: ignore[operator]
@@ -107,8 +111,11 @@ class CausalLMObjective(Objective):
             return cast(torch.Tensor, returned)
         # The model does something to its logits after the head (soft-capping, scaling, cutting), so it needs them.
         if not dist.is_initialized() or dist.get_rank() == 0:
-            log.warning("%s changes its logits after the head: they are computed whole, whatever "
-                        "objective.loss_chunk_tokens says", type(self.model).__name__)  # fmt: skip
+            log.warning(
+                "%s changes its logits after the head: they are computed whole, whatever "
+                "objective.loss_chunk_tokens says",
+                type(self.model).__name__,
+            )
         self._head = None
         return self._token_loss(batch)
 

@@ -1,12 +1,12 @@
 """The balance loss of a mixture of experts, additive: taken per sequence, averaged over the global batch.
 
 For one router and one sequence of the batch (a row of the micro-batch, packed or not) let T be its tokens that have a
-label, f[e] the assignments of those tokens that were routed to expert e over T, and P[e] the mean over those tokens of the
-router's softmax probability of e. The loss is E * sum_e f[e] * P[e] over the E experts; even routing gives ``top_k``,
-as transformers scales it, so a coefficient means what ``router_aux_loss_coef`` means there (Fedus et al. 2021, "Switch
-Transformers", arXiv:2101.03961, equations 4 to 6; Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 2.2).
-Tokens without a label (padding, masked prompts, a document's last token) count in neither, and a sequence that has no
-other token adds nothing. It is averaged over the model's routers and over all sequences of the step.
+label, f[e] the assignments of those tokens that were routed to expert e over T, and P[e] the mean over those tokens of
+the router's softmax probability of e. The loss is E * sum_e f[e] * P[e] over the E experts; even routing gives
+``top_k``, as transformers scales it, so a coefficient means what ``router_aux_loss_coef`` means there (Fedus et al.
+2021, "Switch Transformers", arXiv:2101.03961, equations 4 to 6; Lepikhin et al. 2020, "GShard", arXiv:2006.16668,
+section 2.2). Tokens without a label (padding, masked prompts, a document's last token) count in neither, and a sequence
+that has no other token adds nothing. It is averaged over the model's routers and over all sequences of the step.
 
 A product of means over a batch would depend on how the batch is cut; per sequence it does not. The model's own loss
 (``output_router_logits``) is of that kind. It is never taken: a model gets no labels here.
@@ -69,9 +69,7 @@ class RouterLoss:
         for number, router in enumerate(routers):
             router.register_forward_hook(self._watch(number))
 
-    def reduce_over(
-        self, groups: Sequence[dist.ProcessGroup], sequence_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def reduce_over(self, groups: Sequence[dist.ProcessGroup], sequence_group: dist.ProcessGroup | None = None) -> None:
         """Say which ranks hold other tokens of the same sequences.
 
         Args:
@@ -84,7 +82,9 @@ class RouterLoss:
         self._groups = (*several, *([self._sequence_group] if self._sequence_group is not None else []))
 
     def start_step(self, loss_denominator: int, num_samples: int) -> None:
-        """Announce a step of ``num_samples`` sequences and ``loss_denominator`` tokens with a label, over all processes."""
+        """Announce a step of ``num_samples`` sequences and ``loss_denominator`` tokens with a label, over all
+        processes.
+        """
         self._per_sequence = self.coefficient / num_samples
         self._seed = self._per_sequence * loss_denominator
 

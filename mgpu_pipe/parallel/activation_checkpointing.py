@@ -27,14 +27,22 @@ Mode = Literal["none", "full", "selective"]
 aten = torch.ops.aten
 KEPT = frozenset(
     {
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default,
-        aten._scaled_mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_attention_math.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default, aten._flash_attention_forward.default,
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten._grouped_mm.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        aten._flash_attention_forward.default,
         aten._efficient_attention_forward.default,
     }
-)  # fmt: skip
+)
 """What ``selective`` does not compute twice."""
 KEPT_PACKAGES = ("flash_attn", "flash_attn_3")
 """Packages whose operators are attention."""

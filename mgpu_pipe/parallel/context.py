@@ -179,10 +179,17 @@ def in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool | None = None, sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' form of an attention function; (rows, tokens, heads, head size) out."""
     context = _active
     if context is None:
@@ -200,7 +207,9 @@ def _attention(
         wanted.append(f"sliding_window={sliding_window}")
     if wanted:
         raise ConfigError(
-            "strategy.cp", context.axis.size, "use strategy.cp=1",
+            "strategy.cp",
+            context.axis.size,
+            "use strategy.cp=1",
             f"context parallelism does not compute what {type(module).__name__} asks for: {', '.join(wanted)}",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

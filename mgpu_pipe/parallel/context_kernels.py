@@ -65,9 +65,18 @@ class Partial:
     ) -> None:
         pack = blocks.packing(query.shape[0], query.shape[2], key.shape[2], query.device)
         packed_out, packed_lse, *_ = aten._flash_attention_forward(
-            _packed(query, pack.queries), _packed(key, pack.keys), _packed(value, pack.keys), pack.query_starts,
-            pack.key_starts, pack.longest_query, pack.longest_key, 0.0, blocks.causal, False, scale=scale,
-        )  # fmt: skip
+            _packed(query, pack.queries),
+            _packed(key, pack.keys),
+            _packed(value, pack.keys),
+            pack.query_starts,
+            pack.key_starts,
+            pack.longest_query,
+            pack.longest_key,
+            0.0,
+            blocks.causal,
+            False,
+            scale=scale,
+        )
         out = _unpacked(packed_out.float(), pack.queries, query, 0.0)
         lse = _unpacked(packed_lse.t().unsqueeze(-1), pack.queries, query, float("-inf")).squeeze(-1)
         self._merge(Block((0, query.shape[0]), (0, query.shape[2]), (0, key.shape[2])), out, lse)
@@ -85,9 +94,16 @@ class Gradients:
         self.key_value = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)
 
     def take(
-        self, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, blocks: Blocks, scale: float,
-    ) -> None:  # fmt: skip
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Blocks,
+        scale: float,
+    ) -> None:
         """Add what comes through ``blocks``; ``out`` and ``lse`` are those of all the keys that a query sees."""
         if not blocks.blocks:
             return
@@ -103,18 +119,36 @@ class Gradients:
             _keys_of(self.key_value[1], block).add_(grad_value)
 
     def _take_packed(
-        self, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, blocks: Blocks, scale: float,
-    ) -> None:  # fmt: skip
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        blocks: Blocks,
+        scale: float,
+    ) -> None:
         pack = blocks.packing(query.shape[0], query.shape[2], key.shape[2], query.device)
         # Without dropout the operator reads no random state, but wants one.
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
         grad_query, grad_key, grad_value = aten._flash_attention_backward(
-            _packed(grad_out, pack.queries), _packed(query, pack.queries), _packed(key, pack.keys),
-            _packed(value, pack.keys), _packed(out, pack.queries),
-            _packed(lse.unsqueeze(-1), pack.queries).squeeze(-1).t().contiguous(), pack.query_starts, pack.key_starts,
-            pack.longest_query, pack.longest_key, 0.0, blocks.causal, unused, unused, scale=scale,
-        )  # fmt: skip
+            _packed(grad_out, pack.queries),
+            _packed(query, pack.queries),
+            _packed(key, pack.keys),
+            _packed(value, pack.keys),
+            _packed(out, pack.queries),
+            _packed(lse.unsqueeze(-1), pack.queries).squeeze(-1).t().contiguous(),
+            pack.query_starts,
+            pack.key_starts,
+            pack.longest_query,
+            pack.longest_key,
+            0.0,
+            blocks.causal,
+            unused,
+            unused,
+            scale=scale,
+        )
         self.query += _unpacked(grad_query.float(), pack.queries, query, 0.0)
         self.key_value[0] += _unpacked(grad_key.float(), pack.keys, key, 0.0)
         self.key_value[1] += _unpacked(grad_value.float(), pack.keys, value, 0.0)
@@ -153,9 +187,15 @@ def _block_forward(
 
 
 def _block_backward(
-    grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
-    value: torch.Tensor, causal: bool, scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not query.is_cuda:
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, scale=scale
@@ -165,9 +205,20 @@ def _block_backward(
     lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, query, _repeated(key, groups), _repeated(value, groups), None, out, lse, unused, unused, 0.0,
-        [True, True, True, False], causal, scale=scale,
-    )  # fmt: skip
+        grad_out,
+        query,
+        _repeated(key, groups),
+        _repeated(value, groups),
+        None,
+        out,
+        lse,
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
+    )
     return grad_query, _summed(grad_key, groups), _summed(grad_value, groups)
 
 

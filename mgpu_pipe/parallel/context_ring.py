@@ -36,9 +36,9 @@ def _pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> Wait:
     following = dist.get_global_rank(group, (rank + 1) % size)
     before = dist.get_global_rank(group, (rank - 1) % size)
     arriving = torch.empty_like(tensor)
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, tensor, following, group), dist.P2POp(dist.irecv, arriving, before, group),
-    ])  # fmt: skip
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, tensor, following, group), dist.P2POp(dist.irecv, arriving, before, group)]
+    )
 
     def wait() -> torch.Tensor:
         for work in works:
@@ -53,9 +53,14 @@ def _pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> Wait:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup,
-        by_hop: tuple[Blocks, ...], scale: float,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: dist.ProcessGroup,
+        by_hop: tuple[Blocks, ...],
+        scale: float,
+    ) -> torch.Tensor:
         partial = Partial(query)
         partial_key, partial_value = key, value
         travelling = torch.stack([key, value]) if len(by_hop) > 1 else None
@@ -102,9 +107,13 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, by_hop: tuple[Blocks, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: dist.ProcessGroup,
+    by_hop: tuple[Blocks, ...],
     scale: float,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks of ``group``. A collective call, as is its backward.
 
     Args:

@@ -42,9 +42,12 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def apply_expert_parallel(
-    model: nn.Module, group: dist.ProcessGroup, *, tp_group: dist.ProcessGroup | None = None,
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
-) -> dict[str, nn.Module]:  # fmt: skip
+) -> dict[str, nn.Module]:
     """Cut the experts of every layer of ``model`` over ``group``, in place; the experts modules by name.
 
     Rank ``r`` of ``n`` keeps experts ``[r*E/n, (r+1)*E/n)``; each cut parameter gets its :class:`Layout`. The model may

@@ -17,7 +17,8 @@ class Load:
     """Of the training steps since the last one was taken.
 
     Attributes:
-        assignments: by layer, the assignments (a token counts once for each of its ``top_k`` experts) routed to each expert.
+        assignments: by layer, the assignments (a token counts once for each of its ``top_k`` experts) routed to each
+            expert.
         dropped: assignments that no expert computed. There is no capacity limit, so it is 0.
     """
 
@@ -26,7 +27,9 @@ class Load:
 
     @property
     def max_over_mean(self) -> float:
-        """The busiest expert's assignments over the mean of its layer, in the least even layer; 1 is even, 0 is no token."""
+        """The busiest expert's assignments over the mean of its layer, in the least even layer; 1 is even, 0 is no
+        token.
+        """
         return max((max(layer) * len(layer) / max(1, sum(layer)) for layer in self.assignments), default=0.0)
 
     @property

@@ -13,13 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)  # fmt: skip
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mgpu_pipe.models.plans import FsdpUnit, sharding_units
@@ -39,8 +33,13 @@ class ShardingOptions:
 
 
 def apply_fully_shard(
-    model: torch.nn.Module, mesh: DeviceMesh, precision: str, options: ShardingOptions | None = None,
-    *, experts: Sequence[torch.nn.Module] = (), expert_mesh: DeviceMesh | None = None,
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    precision: str,
+    options: ShardingOptions | None = None,
+    *,
+    experts: Sequence[torch.nn.Module] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> FSDPModule:
     """Apply ``fully_shard`` to each unit of ``model`` (see :func:`sharding_units`) and to its root, in place.
 
@@ -62,20 +61,29 @@ def apply_fully_shard(
     uncast = replace(policy, cast_forward_inputs=False)
     for module in experts:
         fully_shard(
-            module, mesh=expert_mesh, mp_policy=uncast, offload_policy=offload,
+            module,
+            mesh=expert_mesh,
+            mp_policy=uncast,
+            offload_policy=offload,
             reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
-        )  # fmt: skip
+        )
     units = sharding_units(model)
     for unit in units:
         modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
         fully_shard(
-            modules, mesh=mesh, mp_policy=policy, offload_policy=offload,
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=_reshard(unit, options, shards),
-        )  # fmt: skip
+        )
     root = fully_shard(
-        model, mesh=mesh, mp_policy=policy, offload_policy=offload,
+        model,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
         reshard_after_forward=options.reshard_after_forward is True and shards,
-    )  # fmt: skip
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

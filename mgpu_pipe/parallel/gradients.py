@@ -82,8 +82,6 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], norm: float, max_no
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
     """Multiply all gradients by ``factor``, in place."""
-    local = [
-        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None
-    ]
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     if local:
         torch._foreach_mul_(local, factor)  # type: ignore[attr-defined]

@@ -48,11 +48,21 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: float = 2e-2, weight_decay: float = 0.1, momentum: float = 0.95, nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), ns_steps: int = 5, eps: float = 1e-7,
-        adjust_lr_fn: str | None = None, adamw_lr: float = 3e-4, adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8, precision: str = "fp32",
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 2e-2,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: str | None = None,
+        adamw_lr: float = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        precision: str = "fp32",
+    ) -> None:
         for name, value in (("momentum", momentum), ("eps", eps), ("adamw_lr", adamw_lr), ("adamw_eps", adamw_eps)):
             if value < 0:
                 raise ValueError(f"{name} is negative: {value}")
@@ -67,9 +77,15 @@ class Muon(torch.optim.Optimizer):
         self.cut: Orthogonalise | None = None
         self._dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         shared = {
-            "momentum": momentum, "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps,
-            "eps": eps, "adjust_lr_fn": adjust_lr_fn, "adamw_betas": tuple(adamw_betas), "adamw_eps": adamw_eps,
-        }  # fmt: skip
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "adamw_betas": tuple(adamw_betas),
+            "adamw_eps": adamw_eps,
+        }
         groups = [part for group in _groups(params) for part in _told(group)]
         rates = [{"lr": group.get("lr", lr if group["matrices"] else adamw_lr)} for group in groups]
         # torch keeps step counters where the fused kernel wants them.
@@ -127,16 +143,28 @@ class Muon(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter].update(
                     step=torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter),
-                )  # fmt: skip
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
         states = [self.state[parameter] for parameter in present]
         averages, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         if present:
             adamw(
-                present, [parameter.grad for parameter in present], averages, squares, [], steps, fused=True,
-                amsgrad=False, beta1=group["adamw_betas"][0], beta2=group["adamw_betas"][1], lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["adamw_eps"], maximize=False,
-            )  # fmt: skip
+                present,
+                [parameter.grad for parameter in present],
+                averages,
+                squares,
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                beta1=group["adamw_betas"][0],
+                beta2=group["adamw_betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["adamw_eps"],
+                maximize=False,
+            )
 
 
 def newton_schulz(
@@ -196,5 +224,7 @@ def _told(group: dict[str, Any]) -> Iterable[dict[str, Any]]:
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if "matrices" in group:
         return [{**group, "params": parameters}]
-    return [{**group, "params": [p for p in parameters if (p.dim() == 2) is chosen], "matrices": chosen}
-            for chosen in (True, False)]  # fmt: skip
+    return [
+        {**group, "params": [p for p in parameters if (p.dim() == 2) is chosen], "matrices": chosen}
+        for chosen in (True, False)
+    ]

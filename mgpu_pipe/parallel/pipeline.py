@@ -47,7 +47,11 @@ class PipelinePlan:
 
     @classmethod
     def make(
-        cls, schedule: str, ranks: int, costs: LayerCosts, by_hand: Sequence[int] | None = None,
+        cls,
+        schedule: str,
+        ranks: int,
+        costs: LayerCosts,
+        by_hand: Sequence[int] | None = None,
         stages_per_rank: StagesPerRank = "auto",
     ) -> PipelinePlan:
         """Cut by cost, or by hand (the number of layers of every stage, in the order of the stages)."""
@@ -86,11 +90,17 @@ class Pipeline:
     """
 
     def __init__(
-        self, plan: PipelinePlan, views: Sequence[StageView], group: dist.ProcessGroup, device: torch.device,
-        loss_of: LossOf, dtype: torch.dtype = torch.float32,
+        self,
+        plan: PipelinePlan,
+        views: Sequence[StageView],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        loss_of: LossOf,
+        dtype: torch.dtype = torch.float32,
         in_stage: InStage = lambda batch, last, scale, compute: compute(),
-        after_weights: Callable[[], None] = lambda: None, measure: bool = False,
-    ) -> None:  # fmt: skip
+        after_weights: Callable[[], None] = lambda: None,
+        measure: bool = False,
+    ) -> None:
         self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
         self.stages: list[ScheduledStage] = []
         """Those of the last step batch."""
@@ -117,7 +127,8 @@ class Pipeline:
 
         Args:
             micro_batches: equal in shape, and the same on every rank of the pipeline.
-            loss denominator: what the sum of losses is divided by; ``loss_scale`` multiplies it in the backward pass only.
+            loss_denominator: what the sum of losses is divided by; ``loss_scale`` multiplies it in the backward pass
+                only.
 
         Returns:
             The sum of losses on the rank of the last stage, a float64 scalar; zero on the others.
@@ -142,10 +153,17 @@ class Pipeline:
             stages: list[ScheduledStage] = []
             for view in self.views.values():
                 ScheduledStage(
-                    self._model, view.index, len(self.plan.layers), self._device, self.group,
-                    partial(self._train_stage, view), boundary, self._dtype, stages,
+                    self._model,
+                    view.index,
+                    len(self.plan.layers),
+                    self._device,
+                    self.group,
+                    partial(self._train_stage, view),
+                    boundary,
+                    self._dtype,
+                    stages,
                     self._after_weights,
-                )  # fmt: skip
+                )
             self._schedules[key] = build_schedule(self.plan.schedule, stages, count, self._seeded), stages
         return self._schedules[key]
 
@@ -224,9 +242,10 @@ class Pipeline:
         return output[:, -1].float().contiguous() if view.last else output
 
     def _forward_all(
-        self, micro_batches: Sequence[MicroBatch],
+        self,
+        micro_batches: Sequence[MicroBatch],
         compute: Callable[[StageView, torch.Tensor | None, MicroBatch], torch.Tensor],
-    ) -> list[torch.Tensor]:  # fmt: skip
+    ) -> list[torch.Tensor]:
         """The last stage's outputs in order; none on the other ranks."""
         self._find_sharded()
         ranks, last = self.plan.ranks_of_stages, len(self.plan.layers) - 1

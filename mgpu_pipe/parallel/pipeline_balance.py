@@ -137,9 +137,7 @@ def stage_layers(costs: LayerCosts, stages: int, by_hand: Sequence[int] | None =
     return tuple(range(start, stop) for start, stop in itertools.pairwise(cuts))
 
 
-def stage_contents(
-    costs: LayerCosts, layers: Sequence[range], ranks_of_stages: Sequence[int]
-) -> list[StageContent]:
+def stage_contents(costs: LayerCosts, layers: Sequence[range], ranks_of_stages: Sequence[int]) -> list[StageContent]:
     """What every stage holds.
 
     Args:

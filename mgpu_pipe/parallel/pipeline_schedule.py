@@ -52,17 +52,29 @@ class ScheduledStage(PipelineStage):
     """
 
     def __init__(
-        self, module: torch.nn.Module, index: int, stages: int, device: torch.device, group: dist.ProcessGroup,
-        compute: Compute, boundary: Sequence[int], dtype: torch.dtype, share: list[ScheduledStage],
+        self,
+        module: torch.nn.Module,
+        index: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        compute: Compute,
+        boundary: Sequence[int],
+        dtype: torch.dtype,
+        share: list[ScheduledStage],
         after_weights: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         hidden = torch.empty(tuple(boundary), dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
         super().__init__(
-            module, index, stages, device,
-            input_args=() if index == 0 else (hidden,), output_args=(loss if index == stages - 1 else hidden,),
+            module,
+            index,
+            stages,
+            device,
+            input_args=() if index == 0 else (hidden,),
+            output_args=(loss if index == stages - 1 else hidden,),
             group=group,
-        )  # fmt: skip
+        )
         self._compute = compute
         self._share, self._after_weights = share, after_weights
         self._finished = False
@@ -86,9 +98,12 @@ class ScheduledStage(PipelineStage):
         return output
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: torch.Tensor | None = None, full_backward: bool = True,
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
         last_backward: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it its graph, to the step batch's end

@@ -50,8 +50,11 @@ def timeline(by_rank: Sequence[Stream], durations: Mapping[str, float] = EQUAL) 
                 timed.append(Timed(action, start, ends[action]))
                 left -= 1
         if left == before:
-            stuck = [str(stream[len(timed)]) for stream, timed in zip(by_rank, found, strict=True)
-                     if len(timed) < len(stream)]  # fmt: skip
+            stuck = [
+                str(stream[len(timed)])
+                for stream, timed in zip(by_rank, found, strict=True)
+                if len(timed) < len(stream)
+            ]
             raise ValueError(f"the streams wait for one another: {', '.join(stuck)}")
     return found
 
@@ -81,7 +84,10 @@ def bubble_of(timed: Sequence[Sequence[Timed]]) -> float:
 
 
 def theoretical_bubble(
-    schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto",
+    schedule: str,
+    ranks: int,
+    micro_batches: int,
+    stages_per_rank: StagesPerRank = "auto",
     durations: Mapping[str, float] = EQUAL,
 ) -> float:
     """The bubble of a schedule whose stages all take the same time.

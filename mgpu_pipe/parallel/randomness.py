@@ -36,7 +36,8 @@ def uses_dropout(model: torch.nn.Module) -> bool:
 def _has_noise(fields: Mapping[Any, Any]) -> bool:
     """Whether a field, or one of a nested configuration (a language model inside of another), is noise."""
     return any(
-        _has_noise(value) if isinstance(value, Mapping)
+        _has_noise(value)
+        if isinstance(value, Mapping)
         else is_noise(str(name)) and isinstance(value, int | float) and value > 0
         for name, value in fields.items()
     )

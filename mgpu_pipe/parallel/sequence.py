@@ -60,7 +60,11 @@ class SequenceSplit:
 
 
 def split_between(
-    sequence: SequenceSplit, first_block: nn.Module, last: nn.Module, addends: list[nn.Module], partial_gradient: bool,
+    sequence: SequenceSplit,
+    first_block: nn.Module,
+    last: nn.Module,
+    addends: list[nn.Module],
+    partial_gradient: bool,
     streams: RankStreams | None = None,
 ) -> None:
     """Hook the split in front of ``first_block`` and the gathering behind ``last``.

@@ -21,19 +21,10 @@ from mgpu_pipe.models.tensor_plans import SequencePlan, Style
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
-from mgpu_pipe.parallel.tensor_linear import (
-    ColumnRegion,
-    column_parallel_alone,
-    experts_parallel,
-    row_parallel,
-)  # fmt: skip
+from mgpu_pipe.parallel.tensor_linear import ColumnRegion, column_parallel_alone, experts_parallel, row_parallel
 from mgpu_pipe.parallel.tensor_parameters import CutParameters
 from mgpu_pipe.parallel.tensor_roles import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
-from mgpu_pipe.parallel.vocabulary import (
-    VocabularyShard,
-    vocabulary_parallel_embedding,
-    vocabulary_parallel_head,
-)  # fmt: skip
+from mgpu_pipe.parallel.vocabulary import VocabularyShard, vocabulary_parallel_embedding, vocabulary_parallel_head
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "split_size")
 """What attention modules call the number of their query heads, or a width that goes with it."""
@@ -45,8 +36,13 @@ INSIDE = re.compile(r"(q|k|v|query|key)_(layer)?norm|act_fn")
 
 
 def apply_tensor_parallel(
-    model: nn.Module, group: dist.ProcessGroup, *, sequence_parallel: bool = False, experts: bool = True,
-    stages: Sequence[range] = (), streams: RankStreams | None = None,
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    experts: bool = True,
+    stages: Sequence[range] = (),
+    streams: RankStreams | None = None,
 ) -> None:
     """Cut ``model`` over the ranks of ``group``, in place, and record a layout for every parameter.
 
@@ -71,9 +67,14 @@ class TensorParallel:
     """One application of a plan; see :func:`apply_tensor_parallel`."""
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, sequence_parallel: bool, experts: bool,
-        stages: Sequence[range] = (), streams: RankStreams | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        experts: bool,
+        stages: Sequence[range] = (),
+        streams: RankStreams | None = None,
+    ) -> None:
         self.stages, self.streams = stages, streams
         self.model, self.group, self.cut_experts = model, group, experts
         self.rank, self.size = group.rank(), group.size()
@@ -125,7 +126,9 @@ class TensorParallel:
         self._count_local_heads(name, module, key_value_heads)
         if self.sequence is not None and not shares_input:
             raise ConfigError(
-                "strategy.sequence_parallel", True, "use strategy.sequence_parallel=false",
+                "strategy.sequence_parallel",
+                True,
+                "use strategy.sequence_parallel=false",
                 f"{name} takes more than the hidden states",
             )
         region = ColumnRegion(self.group, self.sequence) if shares_input else None
@@ -160,7 +163,9 @@ class TensorParallel:
                 self.partial[self.parameters.name(parameter)] = None
             else:
                 raise ConfigError(
-                    "strategy.tp", self.size, "use strategy.tp=1",
+                    "strategy.tp",
+                    self.size,
+                    "use strategy.tp=1",
                     f"{name} looks at all heads together, of which a rank has a part",
                 )
 
@@ -206,7 +211,9 @@ class TensorParallel:
         if self.size % heads:
             fits = [n for n in range(1, self.size + 1) if n % heads == 0 or heads % n == 0]
             raise ConfigError(
-                "strategy.tp", self.size, f"use one of {fits}",
+                "strategy.tp",
+                self.size,
+                f"use one of {fits}",
                 f"{heads} key-value heads ({name}) neither divide nor are divided by it",
             )
         sharing = self.size // heads
@@ -253,7 +260,9 @@ class TensorParallel:
             if heads % self.size:
                 fits = [n for n in range(1, heads + 1) if heads % n == 0]
                 raise ConfigError(
-                    "strategy.tp", self.size, f"use one of {fits}",
+                    "strategy.tp",
+                    self.size,
+                    f"use one of {fits}",
                     f"it does not divide the {heads} of {name}'s {count}",
                 )
             if count != "query_heads":
@@ -276,7 +285,9 @@ class TensorParallel:
                 continue
             if getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False):
                 raise ConfigError(
-                    "strategy.tp", self.size, "use strategy.ep in its place",
+                    "strategy.tp",
+                    self.size,
+                    "use strategy.ep in its place",
                     f"the experts of {name} are transposed or have biases, which cannot be cut along their width here",
                 )
             held = dict(experts.named_parameters(recurse=False))
@@ -335,13 +346,19 @@ class TensorParallel:
             to_norm = has_norm and stage.stop == len(blocks)
             last = norm if to_norm and isinstance(norm, nn.Module) else blocks[stage.stop - 1]
             split_between(
-                sequence, blocks[stage.start], last, addends if stage.start == 0 else [],
-                has_head and stage.stop == len(blocks), self.streams,
-            )  # fmt: skip
+                sequence,
+                blocks[stage.start],
+                last,
+                addends if stage.start == 0 else [],
+                has_head and stage.stop == len(blocks),
+                self.streams,
+            )
         routers = {
-            id(p) for name, style in self.plan.items() if style == "experts" and self.cut_experts
+            id(p)
+            for name, style in self.plan.items()
+            if style == "experts" and self.cut_experts
             for p in self.modules[name.rpartition(".")[0]].parameters()
-        }  # fmt: skip
+        }
         for module in (*blocks, *([norm] if isinstance(norm, nn.Module) else []), *addends):
             for parameter in module.parameters():
                 name, is_cut = self.parameters.name(parameter), self.parameters.is_cut(parameter)

@@ -36,9 +36,9 @@ def partial_gradients(model: nn.Module) -> Mapping[str, Sharers]:
 def reduce_replicated_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Sum those gradients over the ranks that hold the parameter, in place. A collective call.
 
-    To be called after a step batch's last backward pass and its reduction over the data-parallel ranks, before the norm.
-    Names are those of ``model.named_parameters()``, plain or sharded by FSDP2 since: of a ``DTensor`` the local parts
-    are summed, which all ranks of ``group`` cut alike.
+    To be called after a step batch's last backward pass and its reduction over the data-parallel ranks, before the
+    norm. Names are those of ``model.named_parameters()``, plain or sharded by FSDP2 since: of a ``DTensor`` the local
+    parts are summed, which all ranks of ``group`` cut alike.
     """
     partial = partial_gradients(model)
     over: dict[Sharers, list[torch.Tensor]] = {}

@@ -23,7 +23,7 @@ from mgpu_pipe.parallel.tensor_collectives import (
     split_sequence,
     sum_backward,
     sum_forward,
-)  # fmt: skip
+)
 
 
 class GatheredInput:
@@ -53,8 +53,13 @@ class GatheredInput:
 class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, split: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-        transposed: bool, shared: GatheredInput,
+        ctx: Any,
+        whole: torch.Tensor,
+        split: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        shared: GatheredInput,
     ) -> torch.Tensor:
         ctx.save_for_backward(split, weight)
         ctx.transposed, ctx.shared = transposed, shared

@@ -46,9 +46,12 @@ class CutParameters:
             holder._parameters[held_as] = local
         self._names[id(local)], self._holders[id(local)] = name, self._holders[id(parameter)]
         self._layouts[name] = Layout(
-            name if before is None else before.name, tuple(parameter.shape), dim, tuple(ranges),
+            name if before is None else before.name,
+            tuple(parameter.shape),
+            dim,
+            tuple(ranges),
             owned and (before is None or before.owned),
-        )  # fmt: skip
+        )
 
     def record(self, left_alone: Iterable[str], owns_the_rest: bool) -> None:
         """Put the layouts on the model: of what was cut, and of the rest, which every rank of the axis holds."""

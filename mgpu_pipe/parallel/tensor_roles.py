@@ -34,7 +34,9 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
         matches = [name for name in names if matching(name)]
         if matches and brought_style not in STYLES:
             raise ConfigError(
-                "strategy.tp", brought_style, "use strategy.tp=1",
+                "strategy.tp",
+                brought_style,
+                "use strategy.tp=1",
                 f"the {_model_type(model)} family's plan cuts {pattern} in a way that is not known here",
             )
         known = STYLES.get(brought_style)
@@ -55,7 +57,9 @@ def sequence_plan(model: nn.Module) -> SequencePlan:
     plan = SEQUENCE_PLANS.get(_model_type(model))
     if plan is None:
         raise ConfigError(
-            "strategy.sequence_parallel", True, "use strategy.sequence_parallel=false",
+            "strategy.sequence_parallel",
+            True,
+            "use strategy.sequence_parallel=false",
             f"the {_model_type(model)} family has no plan for it; these have: {', '.join(sorted(SEQUENCE_PLANS))}",
         )
     return plan

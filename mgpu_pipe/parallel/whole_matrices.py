@@ -50,9 +50,13 @@ class WholeMatrices:
     """
 
     def __init__(
-        self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup,
-        device: torch.device, exchange: Callable[[object, dist.ProcessGroup], list[Any]],
-    ) -> None:  # fmt: skip
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        exchange: Callable[[object, dist.ProcessGroup], list[Any]],
+    ) -> None:
         self._group, self._device = group, device
         layouts, names = layouts_of(model), {id(p): name for name, p in model.named_parameters()}
         self._shapes: list[torch.Size] = []
@@ -78,8 +82,11 @@ class WholeMatrices:
 
     def _plan(self, size: int) -> list[list[Unit | None]]:
         """Who computes which cut matrix in which round: the most work first, each to the rank with the least."""
-        cut = [unit for unit, by_rank in self._held.items()
-               if any(parts and parts[0].shape != self._shapes[unit[0]] for parts in by_rank)]  # fmt: skip
+        cut = [
+            unit
+            for unit, by_rank in self._held.items()
+            if any(parts and parts[0].shape != self._shapes[unit[0]] for parts in by_rank)
+        ]
         work = {unit: self._shapes[unit[0]].numel() * min(self._shapes[unit[0]]) for unit in cut}
         loads, own = [0] * size, [list[Unit]() for _ in range(size)]
         for unit in sorted(cut, key=lambda u: (-work[u], u)):
@@ -95,8 +102,10 @@ class WholeMatrices:
             parts: what this rank holds of every parameter's argument; None, on all ranks alike, counts as zeros.
         """
         found = [torch.empty(shape, dtype=dtype, device=self._device) for shape in self._locals]
-        given = [torch.zeros_like(found[index]) if part is None else part.to(self._device)
-                 for index, part in enumerate(parts)]  # fmt: skip
+        given = [
+            torch.zeros_like(found[index]) if part is None else part.to(self._device)
+            for index, part in enumerate(parts)
+        ]
         cut = {unit for units in self._rounds for unit in units}
         for unit, blocks in self._blocks.items():
             if unit not in cut:
@@ -108,9 +117,13 @@ class WholeMatrices:
         return [result if part is None else result.to(part.device) for result, part in zip(found, parts, strict=True)]
 
     def _round(
-        self, units: list[Unit | None], given: list[torch.Tensor], found: list[torch.Tensor], function: Matrix,
+        self,
+        units: list[Unit | None],
+        given: list[torch.Tensor],
+        found: list[torch.Tensor],
+        function: Matrix,
         dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Each rank computes one of ``units``."""
         rank = self._group.rank()
         mine = units[rank]
@@ -181,4 +194,3 @@ def _by_unit(listed: list[list[object]]) -> dict[Unit, list[_Part]]:
         part = _Part(tuple(offsets), tuple(shape), bool(sent))  # type: ignore[arg-type]
         found.setdefault((int(index), int(place)), []).append(part)  # type: ignore[call-overload]
     return found
-

@@ -34,10 +34,16 @@ def checkpoints_table(steps: Sequence[Step], taken: int | None, kept: Mapping[in
     table = _table("", ">step", "saved", ">size", "strategy", "precision", "state", "kept")
     for one in steps:
         _add_row(
-            table, "*" if one.step == taken else "", f"{one.step:,}", _date(one.saved), _size(one.nbytes),
-            _strategy(one), str(one.state.get("precision", numbers.MISSING)), _state_of(one),
+            table,
+            "*" if one.step == taken else "",
+            f"{one.step:,}",
+            _date(one.saved),
+            _size(one.nbytes),
+            _strategy(one),
+            str(one.state.get("precision", numbers.MISSING)),
+            _state_of(one),
             kept.get(one.step, numbers.MISSING),
-        )  # fmt: skip
+        )
     make_console().print(table)
 
 
@@ -72,8 +78,13 @@ def _table(*titles: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for title in titles:
         wraps = title in ("strategy", "tensor", "key", "first", "second", "state")
-        table.add_column(title.lstrip(">"), justify="right" if title.startswith(">") else "left",
-                         no_wrap=not wraps, min_width=LEAST_WIDTH if wraps else None, overflow="fold")  # fmt: skip
+        table.add_column(
+            title.lstrip(">"),
+            justify="right" if title.startswith(">") else "left",
+            no_wrap=not wraps,
+            min_width=LEAST_WIDTH if wraps else None,
+            overflow="fold",
+        )
     return table
 
 

@@ -10,9 +10,7 @@ from mgpu_pipe.parallel.pipeline_timing import Timed, bubble_of, most_in_flight,
 
 WIDTH = 100
 IDLE = "."
-LEGEND = {
-    "F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients",
-}  # fmt: skip
+LEGEND = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
 def pipeline_picture(
@@ -53,8 +51,12 @@ def _cells(row: Sequence[Timed], span: int, stages: Sequence[int], numbered: boo
 
 
 def schedule_lines(
-    schedule: str, ranks: int, micro_batches: int, contents: Sequence[StageContent],
-    stages_per_rank: StagesPerRank = "auto", width: int = WIDTH,
+    schedule: str,
+    ranks: int,
+    micro_batches: int,
+    contents: Sequence[StageContent],
+    stages_per_rank: StagesPerRank = "auto",
+    width: int = WIDTH,
 ) -> list[str]:
     """The picture, the bubble, the micro-batches in flight, and a line for every stage."""
     by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)

@@ -84,9 +84,9 @@ def chart(
     across, up = _axes(drawn, from_zero, log)
     level = _reference(reference, up)
     lines = [_grid(across, up, 6 if wide else 5), *(_draw(curve, across, up) for curve in drawn)]
-    svg = Markup(
-        '<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" role="img" aria-label="{1}">{2}</svg>'
-    ).format(BOX, _spoken(title, drawn), Markup("").join(lines))
+    svg = Markup('<svg viewBox="0 0 {0} {0}" preserveAspectRatio="none" role="img" aria-label="{1}">{2}</svg>').format(
+        BOX, _spoken(title, drawn), Markup("").join(lines)
+    )
     plot = Markup(
         '<div class="plot" data-x="{} {}" data-y="{!r} {!r}" data-log="{}">{}{}'
         '<div class="cursor"></div><div class="tip"></div></div>'
@@ -113,9 +113,7 @@ def _axes(curves: Sequence[Curve], from_zero: bool, log: bool) -> tuple[Axis, Ax
 
 
 def _draw(curve: Curve, across: Axis, up: Axis) -> Markup:
-    placed = [
-        (round(across.at(step) * BOX), round((1 - up.at(value)) * BOX)) for step, value in thinned(curve.points)
-    ]
+    placed = [(round(across.at(step) * BOX), round((1 - up.at(value)) * BOX)) for step, value in thinned(curve.points)]
     color, dash = curve.color % COLORS, curve.color // COLORS
     classes = f"k{color} {curve.style}" + (f" dash{dash % 3}" if dash else "")
     line = Markup('<polyline class="{}" data-label="{}" points="{}"/>').format(

@@ -19,9 +19,19 @@ from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.threads import WAITING_VARIABLES, Threads
 
 PACKAGES = (
-    "torch", "pytorch-lightning", "transformers", "tokenizers", "safetensors", "hydra-core", "omegaconf", "numpy",
-    "deepspeed", "peft", "rich", "tensorboard",
-)  # fmt: skip
+    "torch",
+    "pytorch-lightning",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "deepspeed",
+    "peft",
+    "rich",
+    "tensorboard",
+)
 COMMAND_TIMEOUT_S = 10.0
 GIB = 2**30
 
@@ -94,9 +104,13 @@ def _output(*command: str) -> str:
     """What a program prints; empty where it is missing, fails or hangs."""
     try:
         done = subprocess.run(
-            bound(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=COMMAND_TIMEOUT_S,
+            bound(command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
             check=True,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

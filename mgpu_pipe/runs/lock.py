@@ -57,9 +57,14 @@ class RunLock:
         self.path, self._beat_s, self._wait_s = path, beat_s, wait_s
         self._tell = tell or (lambda line: print(line, file=sys.stderr))
         self._record: Record = {
-            "host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid()), "boot": boot_id(),
-            "token": uuid.uuid4().hex, "state": "preparing", "beat": 0,
-        }  # fmt: skip
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": _start_time(os.getpid()),
+            "boot": boot_id(),
+            "token": uuid.uuid4().hex,
+            "state": "preparing",
+            "beat": 0,
+        }
         self._told = False
         self._lost = ""
         self._write_lock = threading.Lock()

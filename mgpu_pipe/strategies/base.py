@@ -104,7 +104,8 @@ class EngineStrategy(ParallelStrategy):
         """Clear all gradients."""
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over all processes, in place; those that share their samples add zeros but one. Collective.
+        """Sum of a tensor over all processes, in place; those that share their samples add zeros but one.
+        Collective.
         """
         if self.dims.world_size > 1:
             dist.all_reduce(values)

@@ -261,7 +261,9 @@ class DeepSpeedStrategy(EngineStrategy):
         return loss
 
     def _note_gradients(self, step_batch: StepBatch) -> None:
-        """The most that is held between the passes of the first step batch: ZeRO-1 keeps whole gradients till the last."""
+        """The most that is held between the passes of the first step batch: ZeRO-1 keeps whole gradients till the
+        last.
+        """
         if self._first_step is None:
             self._first_step = step_batch.step
         if step_batch.step == self._first_step:
@@ -286,9 +288,7 @@ class DeepSpeedStrategy(EngineStrategy):
             self.state.clip(self._max_norm / (norm + CLIP_EPSILON))
         return StepResult(loss, norm, stopping)
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's hooks, then DeepSpeed's update."""
         result = closure()
         self.precision_plugin._after_closure(self.objective, optimizer)

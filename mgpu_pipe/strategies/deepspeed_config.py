@@ -58,16 +58,38 @@ OWNED = {
 }
 """Raw setting -> what decides it here."""
 UNSUPPORTED = (
-    "elasticity", "pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size", "hybrid_engine",
-    "compression_training", "curriculum_learning", "data_efficiency", "sparse_gradients", "sparse_attention",
-    "progressive_layer_drop", "eigenvalue", "compile", "zero_optimization.zenflow",
-    "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zero_hpz_partition_size",
-    "zero_optimization.offload_optimizer.ratio", "zero_optimization.offload_optimizer.super_offload",
-    "zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment",
-    "zero_optimization.sub_group_prefetch", "checkpoint", "nebula", "dataloader_drop_last", "autotuning",
-    "weight_quantization", "use_data_before_expert_parallelism", "seq_parallel_communication_data_type",
-)  # fmt: skip
+    "elasticity",
+    "pipeline",
+    "tensor_parallel",
+    "expert_parallel",
+    "sequence_parallel_size",
+    "hybrid_engine",
+    "compression_training",
+    "curriculum_learning",
+    "data_efficiency",
+    "sparse_gradients",
+    "sparse_attention",
+    "progressive_layer_drop",
+    "eigenvalue",
+    "compile",
+    "zero_optimization.zenflow",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.offload_optimizer.super_offload",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.parameter_alignment",
+    "zero_optimization.sub_group_prefetch",
+    "checkpoint",
+    "nebula",
+    "dataloader_drop_last",
+    "autotuning",
+    "weight_quantization",
+    "use_data_before_expert_parallelism",
+    "seq_parallel_communication_data_type",
+)
 """Raw settings that change the result, the data, or who holds what, which this project would not know of."""
 STAGE_3_ONLY = ("zero_optimization.offload_param", "zero_optimization.sub_group_size")
 STAGE_3_PREFIX = "zero_optimization.stage3_"
@@ -172,8 +194,14 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
     pipeline_layers = strategy.pipeline.layers
     for key, value in (("sequence_parallel", strategy.sequence_parallel), ("pipeline.layers", pipeline_layers)):
         if value:
-            errors.append(ConfigError(f"strategy.{key}", value, "leave it out, or use strategy=megatron",
-                                      "strategy.engine=deepspeed shards data only"))  # fmt: skip
+            errors.append(
+                ConfigError(
+                    f"strategy.{key}",
+                    value,
+                    "leave it out, or use strategy=megatron",
+                    "strategy.engine=deepspeed shards data only",
+                )
+            )
     if strategy.offload == "nvme" and strategy.deepspeed.stage < 3:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
@@ -203,8 +231,12 @@ def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
             fix = f"leave it out: {decides} decides it" if " " in decides else f"leave it out and set {decides}"
             yield ConfigError(f"{RAW}.{name}", value, fix, "this project sets it")
         elif _found(name, UNSUPPORTED) is not None:
-            yield ConfigError(f"{RAW}.{name}", value, "leave it out", "not supported here: checkpoints and parity "
-                              "would not know of it")
+            yield ConfigError(
+                f"{RAW}.{name}",
+                value,
+                "leave it out",
+                "not supported here: checkpoints and parity would not know of it",
+            )
         elif stage < 3 and (_found(name, STAGE_3_ONLY) is not None or name.startswith(STAGE_3_PREFIX)):
             fix = "use strategy.deepspeed.stage=3, or leave it out"
             yield ConfigError(f"{RAW}.{name}", value, fix, f"ZeRO-{stage} does not have it")

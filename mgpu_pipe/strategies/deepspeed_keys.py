@@ -15,10 +15,23 @@ from mgpu_pipe.config.suggest import choose_from
 
 ZERO = "zero_optimization"
 TOP_LEVEL = (
-    ZERO, "aio", "comet", "comms_logger", "csv_monitor", "disable_allgather", "disable_python_gc", "dump_state",
-    "flops_profiler", "log_level", "memory_breakdown", "steps_per_print", "tensorboard", "timers",
-    "wall_clock_breakdown", "wandb",
-)  # fmt: skip
+    ZERO,
+    "aio",
+    "comet",
+    "comms_logger",
+    "csv_monitor",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "flops_profiler",
+    "log_level",
+    "memory_breakdown",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "wall_clock_breakdown",
+    "wandb",
+)
 """Settings at the top that mean something here, besides those that this project owns or does not support."""
 CLASSES = {
     "": ("runtime/zero/config.py", "DeepSpeedZeroConfig"),

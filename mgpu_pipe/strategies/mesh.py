@@ -89,9 +89,14 @@ class MeshStrategy(EngineStrategy):
     ) -> Self:
         """Build the strategy of a run; a plug-in's subclass reads its own keys here."""
         return cls(
-            dims, device, split_options(config, dims), max_norm=config.trainer.gradient_clip_val,
-            materialise=materialise, dropout_seed=dropout_seed, stop_requested=stop_requested,
-        )  # fmt: skip
+            dims,
+            device,
+            split_options(config, dims),
+            max_norm=config.trainer.gradient_clip_val,
+            materialise=materialise,
+            dropout_seed=dropout_seed,
+            stop_requested=stop_requested,
+        )
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -165,9 +170,10 @@ class MeshStrategy(EngineStrategy):
         return self._finish_step(step_batch, loss_sum)
 
     def _seed(self, seed: int, step: int) -> None:
-        shared, own = (step_seed(seed, step, at) for at in (
-            self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank)
-        ))  # fmt: skip
+        shared, own = (
+            step_seed(seed, step, at)
+            for at in (self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank))
+        )
         if self.split.streams is None:
             torch.manual_seed(shared)
         else:

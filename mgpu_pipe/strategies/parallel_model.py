@@ -33,7 +33,7 @@ from mgpu_pipe.parallel.fsdp import (
     apply_fully_shard,
     find_units,
     reshard_all,
-)  # fmt: skip
+)
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.randomness import uses_dropout
@@ -85,7 +85,12 @@ class ParallelModel:
     """
 
     def __init__(
-        self, objective: Objective, dims: ParallelDims, device: torch.device, options: ParallelOptions, fill: Fill | None
+        self,
+        objective: Objective,
+        dims: ParallelDims,
+        device: torch.device,
+        options: ParallelOptions,
+        fill: Fill | None,
     ) -> None:
         self._objective, self._dims, self._device, self._options = objective, dims, device, options
         self.sharded: FSDPModule | None = None
@@ -141,8 +146,12 @@ class ParallelModel:
         if tensor is not None:
             self.streams = RankStreams(model, self._device) if random else None
             apply_tensor_parallel(
-                model, tensor, sequence_parallel=options.sequence_parallel, experts=dims.ep == 1,
-                stages=[view.layers for view in views], streams=self.streams,
+                model,
+                tensor,
+                sequence_parallel=options.sequence_parallel,
+                experts=dims.ep == 1,
+                stages=[view.layers for view in views],
+                streams=self.streams,
             )
         experts: list[torch.nn.Module] = []
         if dims.ep > 1:
@@ -168,10 +177,16 @@ class ParallelModel:
             assert options.pipeline is not None
             compute = COMPUTE_DTYPES[options.precision] or next(model.parameters()).dtype
             self.pipeline = Pipeline(
-                options.pipeline, views, self._groups["pp"], self._device, self._objective.micro_batch_loss, compute,
-                in_stage=self._in_stage, after_weights=lambda: self.facts.note_gradients(),
+                options.pipeline,
+                views,
+                self._groups["pp"],
+                self._device,
+                self._objective.micro_batch_loss,
+                compute,
+                in_stage=self._in_stage,
+                after_weights=lambda: self.facts.note_gradients(),
                 measure=not options.compile_model,
-            )  # fmt: skip
+            )
         return experts
 
     def _watch_experts(self, model: Any) -> None:
@@ -247,8 +262,8 @@ class ParallelModel:
     def step_metrics(self) -> dict[str, float]:
         """How the tokens were spread over the experts since the last call; empty for a dense model. Collective.
 
-        ``experts/tokens_<i>`` counts, over all layers, the assignments that expert i was given: a token counts once for each
-        of its ``top_k`` experts.
+        ``experts/tokens_<i>`` counts, over all layers, the assignments that expert i was given: a token counts once for
+        each of its ``top_k`` experts.
         """
         if not self._num_experts:
             return {}

@@ -29,9 +29,13 @@ class StepGradients:
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], reducer: GradientReducer | None, used: UsedParameters | None,
-        counted: list[bool] | None, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: list[torch.nn.Parameter],
+        reducer: GradientReducer | None,
+        used: UsedParameters | None,
+        counted: list[bool] | None,
+        device: torch.device,
+    ) -> None:
         self._parameters, self._reducer, self._used = parameters, reducer, used
         self._counted, self._device = counted, device
 
@@ -131,9 +135,7 @@ def counted_once(model: torch.nn.Module) -> list[bool]:
         if counts and isinstance(parameter, DTensor):
             at = parameter.device_mesh.get_coordinate()
             assert at is not None
-            counts = all(
-                at[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate)
-            )
+            counts = all(at[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate))
         found.append(counts)
     return found
 

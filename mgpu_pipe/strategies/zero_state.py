@@ -67,7 +67,9 @@ class ZeroState:
         raise NotImplementedError
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
-        """The reduced fp32 gradient of every fragment, flat and live, once a step batch's backward passes are through."""
+        """The reduced fp32 gradient of every fragment, flat and live, once a step batch's backward passes are
+        through.
+        """
         raise NotImplementedError
 
     def gradients_reduced(self) -> None:
@@ -120,9 +122,10 @@ class ZeroState:
         without = set(unused)
         return [
             shard
-            for f, gradient in self.gradients() if f.name not in without
+            for f, gradient in self.gradients()
+            if f.name not in without
             for shard in fragment_shards(f.name, f.shape, f.start, gradient)
-        ]  # fmt: skip
+        ]
 
     def optimizer_shards(self) -> list[LocalShard]:
         """The optimizer's state as local shards named ``<parameter>/<state key>``.

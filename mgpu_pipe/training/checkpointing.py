@@ -141,8 +141,10 @@ class Checkpointer:
         background = self._background
         if background is not None:
             if self._config.when_busy == "skip" and not last and background.running_anywhere():
-                _warn(f"the checkpoint of step {step} is left out: the one before is still being written "
-                      "(checkpoint.when_busy=skip)")  # fmt: skip
+                _warn(
+                    f"the checkpoint of step {step} is left out: the one before is still being written "
+                    "(checkpoint.when_busy=skip)"
+                )
                 return
             self._settle(background.wait(), last=False)
         self.last_step, self._failed = step, None
@@ -184,8 +186,10 @@ class Checkpointer:
             return
         error = self._background.wait(self._patience_s)
         if self._background.running:
-            _warn(f"the checkpoint of step {self.last_step} was not written within {self._patience_s:g} s "
-                  "(launch.stop_timeout) and is left unfinished")  # fmt: skip
+            _warn(
+                f"the checkpoint of step {self.last_step} was not written within {self._patience_s:g} s "
+                "(launch.stop_timeout) and is left unfinished"
+            )
         elif error is not None and not self._was_told(error):
             _warn(f"WARNING: {error}" + ("" if isinstance(error, NonFiniteError) else f"; {self._last_good()}"))
 
@@ -203,7 +207,9 @@ class Checkpointer:
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
 
-    def _write_beside(self, plan: Plan, state: dict[str, Any], model: list[LocalShard], optimizer: list[LocalShard]) -> None:
+    def _write_beside(
+        self, plan: Plan, state: dict[str, Any], model: list[LocalShard], optimizer: list[LocalShard]
+    ) -> None:
         assert self._background is not None
         try:
             self._write(plan, model, optimizer, state, self._background.group)
@@ -223,9 +229,16 @@ class Checkpointer:
         step, samples = int(state["step"]), int(state["samples_consumed"])
         try:
             self.last_path = write(
-                self._paths.checkpoints, step, plan, model, optimizer, state, self._paths.config, group,
+                self._paths.checkpoints,
+                step,
+                plan,
+                model,
+                optimizer,
+                state,
+                self._paths.config,
+                group,
                 self._before_manifest,
-            )  # fmt: skip
+            )
         except NotFinite as error:
             good = self._followed(step if self._finite_step is None else min(step, self._finite_step))
             first = samples - int(state["global_batch_size"])

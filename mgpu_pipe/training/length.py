@@ -24,7 +24,9 @@ def run_length(config: RunConfig, prepared: PreparedData) -> int:
     steps = config.trainer.max_epochs * prepared.train_samples // config.data.global_batch_size
     if not steps:
         raise ConfigError(
-            "trainer.max_epochs", config.trainer.max_epochs, "lower data.global_batch_size or raise max_epochs",
+            "trainer.max_epochs",
+            config.trainer.max_epochs,
+            "lower data.global_batch_size or raise max_epochs",
             f"{prepared.train_samples} training samples an epoch are not one step of {config.data.global_batch_size}",
         )
     return steps

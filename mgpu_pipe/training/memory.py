@@ -62,7 +62,12 @@ class Saving:
 
 
 def out_of_memory(
-    error: BaseException, rank: int, config: RunConfig, dims: ParallelDims, plan: BatchPlan, model: Any,
+    error: BaseException,
+    rank: int,
+    config: RunConfig,
+    dims: ParallelDims,
+    plan: BatchPlan,
+    model: Any,
     parts: Mapping[str, int],
 ) -> OutOfMemoryError:
     """The error to tell the user, from what the rank held.

@@ -98,9 +98,15 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _run(
-    make: Make, tensors: Sequence[torch.Tensor], steps: Sequence[int], *, only: Sequence[int] | None = None,
-    cut: Cut = lambda tensor: tensor, state: Sequence[Mapping[str, Any]] | None = None, seed: int = 0,
-) -> _Run:  # fmt: skip
+    make: Make,
+    tensors: Sequence[torch.Tensor],
+    steps: Sequence[int],
+    *,
+    only: Sequence[int] | None = None,
+    cut: Cut = lambda tensor: tensor,
+    state: Sequence[Mapping[str, Any]] | None = None,
+    seed: int = 0,
+) -> _Run:
     """Take ``steps`` with the ``tensors`` of the indices ``only``, of each the part that ``cut`` gives.
 
     Args:
@@ -152,8 +158,10 @@ def _cannot_go_on(make: Make, whole: _Run) -> str | None:
     for parameter in whole.parameters:
         for name, value in whole.optimizer.state[parameter].items():
             if not isinstance(value, torch.Tensor | bool | int | float | None):
-                return f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number, " \
-                       "and cannot be saved"  # fmt: skip
+                return (
+                    f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number, "
+                    "and cannot be saved"
+                )
     half = _run(make, _tensors(), range(STEPS // 2))
     state = [dict(half.optimizer.state[parameter]) for parameter in half.parameters]
     try:
@@ -174,9 +182,14 @@ def _scope(make: Make, whole: _Run) -> str:
     if not _close(whole, alone):
         return "model"
     cuts: list[Cut] = [
-        lambda t: t[:2], lambda t: t[2:], lambda t: t[:0], lambda t: t[..., :3], lambda t: t[..., 3:],
-        lambda t: t.reshape(-1)[:4], lambda t: t.reshape(-1)[4:],
-    ]  # fmt: skip
+        lambda t: t[:2],
+        lambda t: t[2:],
+        lambda t: t[:0],
+        lambda t: t[..., :3],
+        lambda t: t[..., 3:],
+        lambda t: t.reshape(-1)[:4],
+        lambda t: t.reshape(-1)[4:],
+    ]
     for cut in cuts:
         for index in range(len(tensors)):
             try:

@@ -54,8 +54,11 @@ def matrix_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[
 
 def _experts(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that pack the parameters of several experts."""
-    return [module for module in model.modules() if "expert" in type(module).__name__.lower() and any(
-        p.dim() == 3 for p in module.parameters(recurse=False))]  # fmt: skip
+    return [
+        module
+        for module in model.modules()
+        if "expert" in type(module).__name__.lower() and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    ]
 
 
 def _head(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -184,9 +184,7 @@ class Progress:
             redirect_stdout=False,
             redirect_stderr=self.stream is sys.stderr,
         )
-        self._bar.add_task(
-            escape(self.run_name), total=self.total_steps, completed=self._first, facts="", left="-:--"
-        )
+        self._bar.add_task(escape(self.run_name), total=self.total_steps, completed=self._first, facts="", left="-:--")
         self._bar.start()
 
 

@@ -192,8 +192,11 @@ class StepRecorder(pl.Callback):
             self._record(trainer, row)
         if self._progress is not None:
             self._progress.update(
-                row["step"], row["train/loss"], row["throughput/tokens_per_s"],
-                lr=row["lr"], val_loss=row.get("val/loss"),
+                row["step"],
+                row["train/loss"],
+                row["throughput/tokens_per_s"],
+                lr=row["lr"],
+                val_loss=row.get("val/loss"),
             )
         if self._checkpointer.due(row["step"]):
             self._save(trainer)

@@ -160,8 +160,12 @@ def train(
         trainer.fit(
             objective,
             train_step_batches(
-                config, prepared, plan, dims.data_parallel_rank(rank),
-                start_sample=start_step * plan.global_batch_size, max_steps=max_steps,
+                config,
+                prepared,
+                plan,
+                dims.data_parallel_rank(rank),
+                start_sample=start_step * plan.global_batch_size,
+                max_steps=max_steps,
             ),
             held_out if prepared.validation_samples else None,
         )
@@ -228,8 +232,9 @@ def _build_trainer(
     device: torch.device,
     rank: int,
 ) -> pl.Trainer:
-    callbacks = [build(node, "pytorch_lightning.Callback", f"callbacks.{name}")
-                 for name, node in config.callbacks.items()]
+    callbacks = [
+        build(node, "pytorch_lightning.Callback", f"callbacks.{name}") for name, node in config.callbacks.items()
+    ]
     loggers = start_loggers(config, paths.root) if rank == 0 else []
     sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     trainer = pl.Trainer(
@@ -300,6 +305,12 @@ def _result(
         "memory": memory,
     }
     return TrainResult(
-        model, status, recorder.step, metrics, checkpoint, strategy.holds_whole_model, summary,
+        model,
+        status,
+        recorder.step,
+        metrics,
+        checkpoint,
+        strategy.holds_whole_model,
+        summary,
         strategy.sampling_forward(),
-    )  # fmt: skip
+    )

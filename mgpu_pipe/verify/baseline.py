@@ -77,9 +77,9 @@ class BaselineRun:
         losses = []
         for batch, label in zip(batches, labels, strict=True):
             logits, routed = self._forward(batch)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), label, ignore_index=IGNORE_INDEX, reduction="sum"
-            ) / count
+            loss = (
+                F.cross_entropy(logits.flatten(0, 1).float(), label, ignore_index=IGNORE_INDEX, reduction="sum") / count
+            )
             balance = self._router_aux_loss * self._balance_losses(routed, batch["labels"]) / samples
             ((loss + balance) * self._scale).backward()
             losses.append(float(loss.detach()))

@@ -72,9 +72,13 @@ class Worst:
 def bounds(precision: str) -> dict[str, float]:
     """The bounds in words, for the certificate."""
     found = {
-        "loss": LOSS, "gradient_norm": NORM, "gradient": GRADIENT, "gradient_of_all": GRADIENT_OF_ALL,
-        "weights": WEIGHTS, "initial_weights": INITIAL,
-    }  # fmt: skip
+        "loss": LOSS,
+        "gradient_norm": NORM,
+        "gradient": GRADIENT,
+        "gradient_of_all": GRADIENT_OF_ALL,
+        "weights": WEIGHTS,
+        "initial_weights": INITIAL,
+    }
     return found if precision == "fp32" else {**found, "low_precision_factor": BF16_FACTOR}
 
 

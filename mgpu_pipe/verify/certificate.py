@@ -92,27 +92,27 @@ def show(found: Certificate, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False,
-                  padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("quantity", "error", "bound", "step"):
         table.add_column(name, justify="left" if name == "quantity" else "right", no_wrap=True)
     table.add_column("where it is worst", overflow="fold")
     table.add_column("")
     for one in found.worst:
         table.add_row(
-            one.quantity, f"{one.error:.1e}" if one.error else "0", f"{one.bound:.1e}" if one.bound else "0",
-            str(one.step), one.where if one.error else "-", "pass" if one.passed else "FAIL",
-        )  # fmt: skip
+            one.quantity,
+            f"{one.error:.1e}" if one.error else "0",
+            f"{one.bound:.1e}" if one.bound else "0",
+            str(one.step),
+            one.where if one.error else "-",
+            "pass" if one.passed else "FAIL",
+        )
     Console(file=sys.stdout, highlight=False, markup=False, emoji=False).print(table)
 
 
 def failures(found: Certificate) -> list[str]:
     """One line for each broken bound: what, where, and in which step; and for each quantity that was not compared."""
     compared = {one.quantity for one in found.worst}
-    return [
-        *(f"{name}: was not compared" for name in QUANTITIES if name not in compared),
-        *_broken(found),
-    ]
+    return [*(f"{name}: was not compared" for name in QUANTITIES if name not in compared), *_broken(found)]
 
 
 def _broken(found: Certificate) -> list[str]:

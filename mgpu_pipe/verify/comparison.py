@@ -68,13 +68,26 @@ def compare(
     at = dims.data_parallel_rank(dist.get_rank())
     watch = _Comparison(config, plan, batches, on_start)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=dims.world_size, strategy=strategy, max_steps=steps, max_epochs=-1, logger=False,
-        callbacks=[watch], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, num_sanity_val_steps=0, check_val_every_n_epoch=None, val_check_interval=NEVER,
+        accelerator="cpu",
+        devices=dims.world_size,
+        strategy=strategy,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        val_check_interval=NEVER,
         inference_mode=False,
-    )  # fmt: skip
+    )
     quiet_signals(trainer)
-    trainer.fit(objective, ListedStepBatches([step_batch_maker(batch, step, plan, at) for step, batch in enumerate(batches)]))
+    trainer.fit(
+        objective, ListedStepBatches([step_batch_maker(batch, step, plan, at) for step, batch in enumerate(batches)])
+    )
     return watch.measurements
 
 
@@ -90,9 +103,11 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
     model = build_meta(config.model)
     fix_rotary_length(model, config.data.seq_len)
     objective = objective_class(config.objective.name).from_config(
-        config, model, optimizer_factory(config.optimizer, resolve_precision(config)),
+        config,
+        model,
+        optimizer_factory(config.optimizer, resolve_precision(config)),
         build_schedule(config.scheduler, config.scheduler.total_steps or 1),
-    )  # fmt: skip
+    )
     return strategy, objective
 
 
@@ -188,9 +203,7 @@ class _Comparison(pl.Callback):
     def _errors(self, what: str, shards: list[LocalShard], full: Tensors, partial: bool = False) -> dict[str, float]:
         return whole_errors(what, exchange_json(squared_errors(shards, full), None), full, partial)
 
-    def _note(
-        self, quantity: str, where: str, step: int, error: float, bound: float, exact: bool = False
-    ) -> None:
+    def _note(self, quantity: str, where: str, step: int, error: float, bound: float, exact: bool = False) -> None:
         if self._plain is None:
             return
         alone = None

@@ -75,9 +75,11 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
 
 def _run_workers(paths: RunPaths, world: int, threads: int, inbox: SignalInbox) -> Outcome:
     plan = WorkerPlan(
-        argv=[sys.executable, *WORKER, str(paths.root)], world_size=world, paths=paths,
+        argv=[sys.executable, *WORKER, str(paths.root)],
+        world_size=world,
+        paths=paths,
         environment=worker_environment(threads),
-    )  # fmt: skip
+    )
     return supervise(plan, inbox, stop_timeout=STOP_TIMEOUT_S)
 
 

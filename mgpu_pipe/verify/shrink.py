@@ -77,8 +77,15 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         config,
         model=shrink_model(config.model, dims, seq_len, stages),
         data=replace(
-            config.data, source="synthetic", paths=[], validation_paths=[], chat_template=None, tokenizer="auto",
-            synthetic=SyntheticConfig(), seq_len=seq_len, micro_batch_size=micro,
+            config.data,
+            source="synthetic",
+            paths=[],
+            validation_paths=[],
+            chat_template=None,
+            tokenizer="auto",
+            synthetic=SyntheticConfig(),
+            seq_len=seq_len,
+            micro_batch_size=micro,
             global_batch_size=micro * num_micro * dims.data_parallel_size,
         ),
         objective=replace(
@@ -90,7 +97,12 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         precision=replace(config.precision, name=resolve_precision(config)),
         checkpoint=CheckpointConfig(save_last=False),
         trainer=replace(
-            config.trainer, accelerator="cpu", devices=dims.world_size, num_nodes=1, max_steps=steps, max_epochs=None,
+            config.trainer,
+            accelerator="cpu",
+            devices=dims.world_size,
+            num_nodes=1,
+            max_steps=steps,
+            max_epochs=None,
             val_every_n_steps=None,
         ),
         logger={},
@@ -104,8 +116,15 @@ def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyCo
     if strategy.engine == "mesh":  # on the CPU everything is in host memory already
         strategy = replace(strategy, offload="none")
     return replace(
-        strategy, dp_replicate=dims.dp_replicate, dp_shard=dims.dp_shard, tp=dims.tp, pp=dims.pp, cp=dims.cp,
-        ep=dims.ep, bucket_mib=min(strategy.bucket_mib, BUCKET_MIB), pipeline=replace(strategy.pipeline, layers=[]),
+        strategy,
+        dp_replicate=dims.dp_replicate,
+        dp_shard=dims.dp_shard,
+        tp=dims.tp,
+        pp=dims.pp,
+        cp=dims.cp,
+        ep=dims.ep,
+        bucket_mib=min(strategy.bucket_mib, BUCKET_MIB),
+        pipeline=replace(strategy.pipeline, layers=[]),
     )
 
 

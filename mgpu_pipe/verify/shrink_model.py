@@ -21,9 +21,14 @@ from mgpu_pipe.topology import ParallelDims
 
 WIDTH, HEAD_DIM, FEED_FORWARD, VOCABULARY, LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 32, 8, 48, 96, 2, 4, 2
 FEED_FORWARDS = (
-    "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "moe_intermediate_size",
-    "shared_expert_intermediate_size", "shared_intermediate_size",
-)  # fmt: skip
+    "intermediate_size",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
 LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -61,9 +66,14 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     takes = known.names | set(given)
     wanted: dict[str, Any] = {}
     for part in (
-        _attention(fields, dims), _feed_forward(fields, dims), _experts(fields, dims),
-        _layers(fields, stages), _vocabulary(fields, dims), _positions(fields, takes, seq_len), _dropouts(fields),
-    ):  # fmt: skip
+        _attention(fields, dims),
+        _feed_forward(fields, dims),
+        _experts(fields, dims),
+        _layers(fields, stages),
+        _vocabulary(fields, dims),
+        _positions(fields, takes, seq_len),
+        _dropouts(fields),
+    ):
         wanted.update(part)
     wanted.update(_state_space(fields, int(wanted["hidden_size"])))
     wanted.update(_rope(fields, wanted))
@@ -71,8 +81,12 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(
-        name=model.name, type=model_type, config={**given, **changed}, attn_implementation=implementation,
-        freeze=_in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])), compile=model.compile,
+        name=model.name,
+        type=model_type,
+        config={**given, **changed},
+        attn_implementation=implementation,
+        freeze=_in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
+        compile=model.compile,
     )
 
 
@@ -111,9 +125,12 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     elif fields["head_dim"] * int(fields.get("num_attention_heads") or 1) == fields.get("hidden_size"):
         width = heads * HEAD_DIM  # some families rest on it
     found: dict[str, Any] = {
-        "num_attention_heads": heads, "hidden_size": width, **({"head_dim": HEAD_DIM} if has_head_dim else {}),
-        "word_embed_proj_dim": width, "embedding_size": width,
-    }  # fmt: skip
+        "num_attention_heads": heads,
+        "hidden_size": width,
+        **({"head_dim": HEAD_DIM} if has_head_dim else {}),
+        "word_embed_proj_dim": width,
+        "embedding_size": width,
+    }
     if fields.get("num_key_value_heads") is not None:
         found["num_key_value_heads"] = key_value
     head_dim = HEAD_DIM if has_head_dim else width // heads
@@ -148,8 +165,9 @@ def _experts(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
 
 def _state_space(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
     """State space layers and linear attention: the same number of groups, states and chunks a few wide."""
-    found = {name: min(fields[name], size) for names, size in STATES for name in names
-             if isinstance(fields.get(name), int)}  # fmt: skip
+    found = {
+        name: min(fields[name], size) for names, size in STATES for name in names if isinstance(fields.get(name), int)
+    }
     expansion = fields.get("mamba_expand") or fields.get("expand")
     inner = int(expansion or 2) * width
     for heads, head_dim in STATE_HEADS if expansion else ():
@@ -163,9 +181,10 @@ def _state_space(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
 def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
     layers = int(fields.get("num_hidden_layers") or LAYERS)
     lists = {
-        name: list(value) for name, value in fields.items()
+        name: list(value)
+        for name, value in fields.items()
         if isinstance(value, list | tuple) and "layer" in name and len(value) == layers
-    }  # fmt: skip
+    }
     kinds = max((len(set(value)) for value in lists.values()), default=1)
     sparse_step = fields.get("decoder_sparse_step") or 1
     count = _multiple(stages, min(layers, max(LAYERS, kinds, sparse_step)))
@@ -199,8 +218,14 @@ def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]
 
 def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "floor_scale",
-                 "attention_chunk_size"):  # fmt: skip
+    for name in (
+        "sliding_window",
+        "sliding_window_size",
+        "attention_window_size",
+        "window_size",
+        "floor_scale",
+        "attention_chunk_size",
+    ):
         if isinstance(fields.get(name), int) and fields[name] > seq_len // 2:
             found[name] = max(1, seq_len // 2)
     positions = fields.get("max_position_embeddings")

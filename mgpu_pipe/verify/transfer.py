@@ -56,7 +56,14 @@ def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor
             difference = difference - _part(full, shard.tensor_slice).double()
         error = difference.square().sum()
         finite = bool(torch.isfinite(error))
-        found.append([shard.tensor_slice.name, list(shard.tensor_slice.offsets), list(shard.tensor_slice.shape), float(error) if finite else None])
+        found.append(
+            [
+                shard.tensor_slice.name,
+                list(shard.tensor_slice.offsets),
+                list(shard.tensor_slice.shape),
+                float(error) if finite else None,
+            ]
+        )
     return found
 
 
@@ -96,7 +103,10 @@ def whole_errors(
 
 def check_covered(what: str, shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
     """Raise unless all ranks' local shards cover each tensor of ``full`` exactly once. A collective call."""
-    mine = [[shard.tensor_slice.name, list(shard.tensor_slice.offsets), list(shard.tensor_slice.shape), 0.0] for shard in shards]
+    mine = [
+        [shard.tensor_slice.name, list(shard.tensor_slice.offsets), list(shard.tensor_slice.shape), 0.0]
+        for shard in shards
+    ]
     whole_errors(what, exchange_json(mine, None), full)
 
 

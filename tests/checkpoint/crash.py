@@ -22,8 +22,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-NOT_MODELLED = ("truncate", "ftruncate", "link", "symlink", "pwrite", "pwritev", "writev", "sendfile", "fdatasync",
-                "copy_file_range", "posix_fallocate", "sync")  # fmt: skip
+NOT_MODELLED = (
+    "truncate",
+    "ftruncate",
+    "link",
+    "symlink",
+    "pwrite",
+    "pwritev",
+    "writev",
+    "sendfile",
+    "fdatasync",
+    "copy_file_range",
+    "posix_fallocate",
+    "sync",
+)
 
 MOST_PENDING = 8
 """Changes of a folder that may be lost on their own; of more, the oldest are taken to have happened."""

@@ -100,7 +100,10 @@ def cut_shards(tensors: dict[str, torch.Tensor], cut: Cut, rank: int = 0, world_
 
 def empty_like(shards: list[LocalShard]) -> list[LocalShard]:
     """The same tensor slices over tensors full of a value that no test saves."""
-    return [LocalShard(p.tensor_slice, p.global_shape, torch.full(p.tensor_slice.shape, -77.0).to(p.tensor.dtype)) for p in shards]
+    return [
+        LocalShard(p.tensor_slice, p.global_shape, torch.full(p.tensor_slice.shape, -77.0).to(p.tensor.dtype))
+        for p in shards
+    ]
 
 
 def config_file(folder: Path) -> Path:
@@ -115,8 +118,12 @@ def save_alone(root: Path, step: int, seed: int | None = None) -> Path:
     """A checkpoint of one process; other seeds are other values."""
     seed = step if seed is None else seed
     return save(
-        root, step, cut_shards(model_tensors(seed), whole), cut_shards(optimizer_tensors(seed), whole),
-        {"samples_consumed": step * 32, "learning_rate": 0.1 + 0.2}, config_file(root.parent),
+        root,
+        step,
+        cut_shards(model_tensors(seed), whole),
+        cut_shards(optimizer_tensors(seed), whole),
+        {"samples_consumed": step * 32, "learning_rate": 0.1 + 0.2},
+        config_file(root.parent),
     )
 
 

@@ -174,12 +174,17 @@ def test_the_memory_of_the_copies_is_used_again() -> None:
     copies = HostCopies()
     first = copies.take(shards)
     for shard, copy in zip(shards, first, strict=True):
-        assert torch.equal(shard.tensor, copy.tensor) and copy.tensor.is_contiguous() and copy.tensor_slice == shard.tensor_slice
+        assert (
+            torch.equal(shard.tensor, copy.tensor)
+            and copy.tensor.is_contiguous()
+            and copy.tensor_slice == shard.tensor_slice
+        )
         shard.tensor.add_(1)
     size = copies.nbytes
     second = copies.take(shards)
     assert [p.tensor.data_ptr() for p in second if p.tensor.numel()] == [
-        p.tensor.data_ptr() for p in first if p.tensor.numel()]  # fmt: skip
+        p.tensor.data_ptr() for p in first if p.tensor.numel()
+    ]
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(shards, second, strict=True))
     assert size == copies.nbytes <= sum(t.nbytes for t in tensors.values()) + 64 * len(tensors)
 

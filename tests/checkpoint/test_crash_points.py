@@ -61,7 +61,10 @@ def found_seed(run: Path) -> int | None:
     reader = CheckpointReader(steps[-1].path)
     seed = int(reader.state["seed"])
     for kind, wanted in (("model", tensors(seed)), ("optimizer", {"a/exp_avg": tensors(seed)["a"] * 2})):
-        shards = [LocalShard(TensorSlice.whole(n, tuple(t.shape)), tuple(t.shape), torch.zeros_like(t)) for n, t in wanted.items()]
+        shards = [
+            LocalShard(TensorSlice.whole(n, tuple(t.shape)), tuple(t.shape), torch.zeros_like(t))
+            for n, t in wanted.items()
+        ]
         reader.read(shards, kind)
         assert all(torch.equal(shard.tensor, wanted[shard.tensor_slice.name]) for shard in shards)
         assert sorted(reader.names(kind)) == sorted(wanted)
@@ -365,13 +368,16 @@ def _replace_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 WRONG_ORDERS = {
-    "no file flushed": (_flush_no_file, 20), "no folder flushed": (_flush_no_folder, 20),
-    "entries not flushed": (_flush_no_entries, 20), "rename not flushed": (_leave_the_rename_unflushed, 20),
-    "manifest before data": (_manifest_before_data, 20), "name before manifest": (_name_before_manifest, 20),
-    "old deleted before the commit": (_delete_before_commit, 20), "files deleted before their name": (
-        _delete_in_place, 20),
+    "no file flushed": (_flush_no_file, 20),
+    "no folder flushed": (_flush_no_folder, 20),
+    "entries not flushed": (_flush_no_entries, 20),
+    "rename not flushed": (_leave_the_rename_unflushed, 20),
+    "manifest before data": (_manifest_before_data, 20),
+    "name before manifest": (_name_before_manifest, 20),
+    "old deleted before the commit": (_delete_before_commit, 20),
+    "files deleted before their name": (_delete_in_place, 20),
     "replaced in place": (_replace_in_place, 10),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("order", WRONG_ORDERS)

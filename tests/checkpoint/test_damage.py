@@ -169,9 +169,11 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "holds nothing under head@0",
     ),
     "box not there": (
-        lambda m: _tensor(m).update(tensor_slices=[[[0], [3], MODEL], [[3], [30], MODEL]]), r"holds F32 \[33\] under"),
+        lambda m: _tensor(m).update(tensor_slices=[[[0], [3], MODEL], [[3], [30], MODEL]]),
+        r"holds F32 \[33\] under",
+    ),
     "wrong type": (lambda m: m.update(tensors=[]), "no JSON object"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lie", LIES)

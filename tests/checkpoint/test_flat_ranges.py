@@ -44,9 +44,10 @@ def test_equal_cuts_tile_a_large_tensor() -> None:
         ranks, size = draw.randint(1, 9), prod(shape)
         chunk = -(-size // ranks)
         tensor_slices = [
-            tensor_slice for rank in range(ranks)
+            tensor_slice
+            for rank in range(ranks)
             for tensor_slice in flat_slices("w", shape, min(rank * chunk, size), min((rank + 1) * chunk, size))
-        ]  # fmt: skip
+        ]
         assert tiling_fault(shape, tensor_slices) is None
 
 

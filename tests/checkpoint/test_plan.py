@@ -27,7 +27,12 @@ def test_tiling_agrees_with_counting_every_element() -> None:
         shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))
         cut = rng.choice(sorted(CUTS))
         world_size = rng.randint(1, 4)
-        tensor_slices = {tensor_slice for rank in range(world_size) for tensor_slice in CUTS[cut]("t", shape, rank, world_size) if tensor_slice.volume}
+        tensor_slices = {
+            tensor_slice
+            for rank in range(world_size)
+            for tensor_slice in CUTS[cut]("t", shape, rank, world_size)
+            if tensor_slice.volume
+        }
         if rng.random() < 0.5:
             tensor_slices.discard(rng.choice(sorted(tensor_slices)))
             tensor_slices.add(_random_slice(rng, shape))
@@ -76,7 +81,9 @@ def test_every_element_is_written_by_exactly_one_rank_that_holds_it(cut: str, wo
             for tensor_slice, file in tensor.tensor_slices:
                 rank = int(file.removeprefix(f"{kind}-").removesuffix(".safetensors"))
                 assert tensor_slice in [item.tensor_slice for item in held[rank]]
-                count[tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))] += 1
+                count[
+                    tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))
+                ] += 1
             assert (count == 1).all()
 
 
@@ -108,15 +115,24 @@ def test_shared_tensors_are_dealt_around_what_one_rank_alone_holds() -> None:
     [
         ([[Held("model", TensorSlice("t", (0,), (3,)), (8,), "F32")], []], "hold 3 of the 8 elements"),
         (
-            [[Held("model", TensorSlice("t", (0,), (5,)), (8,), "F32")], [Held("model", TensorSlice("t", (3,), (5,)), (8,), "F32")]],
+            [
+                [Held("model", TensorSlice("t", (0,), (5,)), (8,), "F32")],
+                [Held("model", TensorSlice("t", (3,), (5,)), (8,), "F32")],
+            ],
             "overlap",
         ),
         (
-            [[Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")], [Held("model", TensorSlice("t", (4,), (4,)), (8,), "BF16")]],
+            [
+                [Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")],
+                [Held("model", TensorSlice("t", (4,), (4,)), (8,), "BF16")],
+            ],
             "rank 1 has BF16",
         ),
         (
-            [[Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")], [Held("model", TensorSlice("t", (4,), (4,)), (9,), "F32")]],
+            [
+                [Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")],
+                [Held("model", TensorSlice("t", (4,), (4,)), (9,), "F32")],
+            ],
             r"rank 1 has F32 \[9\]",
         ),
         ([[Held("model", TensorSlice("t", (0,), (8,)), (8,), "F32")] * 2], "twice"),

@@ -118,7 +118,10 @@ def test_a_slice_of_rows_reads_its_own_bytes_and_the_header_alone(tmp_path: Path
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_survives(name: str, tmp_path: Path) -> None:
     value = (torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) * 9).to(DTYPES[name])
-    shards = [LocalShard(TensorSlice.whole("t", (6, 5)), (6, 5), value), LocalShard(TensorSlice.whole("s", ()), (), value[2, 3])]
+    shards = [
+        LocalShard(TensorSlice.whole("t", (6, 5)), (6, 5), value),
+        LocalShard(TensorSlice.whole("s", ()), (), value[2, 3]),
+    ]
     folder = save(tmp_path / "checkpoints", 1, shards, [], {}, config_file(tmp_path))
     got = [LocalShard(p.tensor_slice, p.global_shape, torch.zeros_like(p.tensor)) for p in shards]
     reader = CheckpointReader(folder)
@@ -149,7 +152,11 @@ def test_views_and_parameters_are_saved_and_filled_in_place(tmp_path: Path) -> N
     other, live = torch.zeros(30, 20), torch.nn.Parameter(torch.zeros(8, 4))
     memory = live.data_ptr()
     CheckpointReader(folder).read(
-        [LocalShard(shards[0].tensor_slice, (10, 30), other.t()[::2]), LocalShard(shards[1].tensor_slice, (8, 4), live)], "model"
+        [
+            LocalShard(shards[0].tensor_slice, (10, 30), other.t()[::2]),
+            LocalShard(shards[1].tensor_slice, (8, 4), live),
+        ],
+        "model",
     )
     assert torch.equal(other[:, ::2], base[:, ::2]) and not other[:, 1::2].any()
     assert torch.equal(live, parameter) and live.data_ptr() == memory and live.requires_grad
@@ -219,6 +226,8 @@ def test_the_manifest_is_json_that_others_can_read(tmp_path: Path) -> None:
     folder = save_alone(tmp_path / "checkpoints", 3)
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["tensors"]["model"]["norm.weight"] == {
-        "shape": [33], "dtype": "F32", "boxes": [[[0], [33], "model-00000.safetensors"]],
+        "shape": [33],
+        "dtype": "F32",
+        "boxes": [[[0], [33], "model-00000.safetensors"]],
     }
     assert manifest["files"]["state.json"]["size"] == (folder / "state.json").stat().st_size

@@ -115,10 +115,7 @@ def test_a_copied_step_under_another_name_is_a_source(root: Path) -> None:
 
 
 def test_a_source_without_a_usable_checkpoint_is_refused_with_its_key(root: Path, tmp_path: Path) -> None:
-    for source, words in (
-        (tmp_path / "nothing", "no such folder"),
-        (tmp_path, "holds no checkpoint"),
-    ):
+    for source, words in ((tmp_path / "nothing", "no such folder"), (tmp_path, "holds no checkpoint")):
         with pytest.raises(CheckpointError, match=f"checkpoint.init_from={source}: {words}"):
             resolve_source(source, key="checkpoint.init_from")
     flip_bit(root / "step-00000030" / MODEL, 100)
@@ -140,7 +137,6 @@ def test_selection_and_retention_do_not_import_torch() -> None:
     import sys
 
     code = (
-        "import sys; from mgpu_pipe.checkpoint import select, retention, tensor_file; "
-        "assert 'torch' not in sys.modules"
+        "import sys; from mgpu_pipe.checkpoint import select, retention, tensor_file; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -39,8 +39,9 @@ def test_causal_models_are_not(family: str, given: dict[str, Any]) -> None:
     check_causality(fields(family, given))
 
 
-@pytest.mark.parametrize(("family", "given", "sees"), [("bert", {"is_decoder": False}, True),
-                                                       ("bert", {"is_decoder": True}, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "given", "sees"), [("bert", {"is_decoder": False}, True), ("bert", {"is_decoder": True}, False)]
+)
 def test_the_field_is_what_decides(family: str, given: dict[str, Any], sees: bool) -> None:
     model = materialise(build_meta(tiny_model(family, **given)), 1, "cpu").eval()
     ids = torch.randint(3, 100, (1, 8))

@@ -72,9 +72,15 @@ def test_keys_that_nothing_reads_are_told(overrides: list[str], key: str) -> Non
 
 
 def test_a_plain_run_has_no_key_that_nothing_reads() -> None:
-    for overrides in ([], ["strategy=ddp", "trainer.devices=2", "precision=fp32", "strategy.bucket_mib=1"],
-                      ["strategy=cp", "model.attn_implementation=eager"], ["scheduler=constant"], ["scheduler=wsd"],
-                      ["data=synthetic", "data.synthetic.sigma=1"], ["checkpoint=none"]):  # fmt: skip
+    for overrides in (
+        [],
+        ["strategy=ddp", "trainer.devices=2", "precision=fp32", "strategy.bucket_mib=1"],
+        ["strategy=cp", "model.attn_implementation=eager"],
+        ["scheduler=constant"],
+        ["scheduler=wsd"],
+        ["data=synthetic", "data.synthetic.sigma=1"],
+        ["checkpoint=none"],
+    ):
         assert unused_options(composed("trainer.accelerator=cpu", *overrides)) == []
 
 

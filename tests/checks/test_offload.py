@@ -22,8 +22,12 @@ from mgpu_pipe.config.compose import compose
 )
 def test_what_is_missing_is_named(missing: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = compose(["strategy=zero3_nvme", f"strategy.offload_path={tmp_path}", "model=llama_tiny"])
-    places = ((offload, "_has_libaio"), (offload, "_has_cuda_headers"), (offload, "compiler"),
-              (toolchain, "has_python_headers"))  # fmt: skip
+    places = (
+        (offload, "_has_libaio"),
+        (offload, "_has_cuda_headers"),
+        (offload, "compiler"),
+        (toolchain, "has_python_headers"),
+    )
     for place, name in places:
         found = "there" if name != missing else None
         monkeypatch.setattr(place, name, lambda *_, found=found: found)

@@ -49,8 +49,11 @@ def refusals(*overrides: str) -> list[str]:
     ("overrides", "said"),
     [
         ("optimizer.options.betas=[0.9]", "optimizer.options.betas=[0.9]: use a list of 2 values"),
-        ("optimizer.options.betas=[0.9,2]", "optimizer.options.betas=[0.9, 2]: torch.optim.AdamW refuses it: Invalid "
-         "beta parameter at index 1: 2; correct it, or leave it out (the default is (0.9, 0.999))"),
+        (
+            "optimizer.options.betas=[0.9,2]",
+            "optimizer.options.betas=[0.9, 2]: torch.optim.AdamW refuses it: Invalid "
+            "beta parameter at index 1: 2; correct it, or leave it out (the default is (0.9, 0.999))",
+        ),
         ("+optimizer.options.nesterov=true", "optimizer.options.nesterov=true: torch.optim.SGD refuses"),
         ("optimizer._target_=torch.optim.Muon", "use optimizer=muon"),
         ("optimizer._target_=torch.optim.SparseAdam", "SparseAdam does not support dense gradients"),
@@ -60,14 +63,20 @@ def refusals(*overrides: str) -> list[str]:
         (OWN + "Noisy", "draws random numbers"),
         (OWN + "Early strategy=zero1 trainer.devices=2", "its constructor makes the state"),
         (OWN + "Counting strategy=zero3 trainer.devices=2", "it replaces the parameters' tensors"),
-        *((f"{OWN}ByNorm {strategy}", TENSOR) for strategy in (
-            "strategy=fsdp trainer.devices=2", "strategy=tp trainer.devices=2", "strategy=cp trainer.devices=2",
-            "strategy=zero1 trainer.devices=2", "strategy=zero3 trainer.devices=1",
-        )),
+        *(
+            (f"{OWN}ByNorm {strategy}", TENSOR)
+            for strategy in (
+                "strategy=fsdp trainer.devices=2",
+                "strategy=tp trainer.devices=2",
+                "strategy=cp trainer.devices=2",
+                "strategy=zero1 trainer.devices=2",
+                "strategy=zero3 trainer.devices=1",
+            )
+        ),
         ("optimizer._target_=torch.optim.Adafactor strategy=cp trainer.devices=2", TENSOR),
         (OWN + "Clipping strategy=pp trainer.devices=2", MODEL),
     ],
-)  # fmt: skip
+)
 def test_what_would_fail_or_differ_is_refused_in_one_line(overrides: str, said: str) -> None:
     words = overrides.split()
     (line,) = refusals(*([] if "options.betas" in overrides or "=muon" in overrides else [PLAIN]), *words)
@@ -76,10 +85,15 @@ def test_what_would_fail_or_differ_is_refused_in_one_line(overrides: str, said: 
 
 @pytest.mark.parametrize(
     "overrides",
-    ["optimizer._target_=torch.optim.Adafactor strategy=ddp trainer.devices=2", OWN + "Lion strategy=fsdp",
-     OWN + "Clipping strategy=ddp trainer.devices=2", OWN + "ByNorm strategy=pp trainer.devices=2",
-     OWN + "Lion strategy=zero3 trainer.devices=2", "optimizer._target_=torch.optim.Adagrad strategy=zero2"],
-)  # fmt: skip
+    [
+        "optimizer._target_=torch.optim.Adafactor strategy=ddp trainer.devices=2",
+        OWN + "Lion strategy=fsdp",
+        OWN + "Clipping strategy=ddp trainer.devices=2",
+        OWN + "ByNorm strategy=pp trainer.devices=2",
+        OWN + "Lion strategy=zero3 trainer.devices=2",
+        "optimizer._target_=torch.optim.Adagrad strategy=zero2",
+    ],
+)
 def test_what_the_refusals_advise_is_accepted(overrides: str) -> None:
     assert refusals(PLAIN, *overrides.split()) == []
 

@@ -20,33 +20,57 @@ EIGHT = {"num_hidden_layers": 8}
     ("arguments", "said"),
     [
         (("llama", 4, "1fb1", 8), "strategy.pipeline.schedule=1fb1: no such schedule; did you mean 1f1b?"),
-        (("falcon", 2, "1f1b", 8),
-         "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1 (the axes for it are "
-         "dp_replicate, dp_shard), or one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
-         "qwen3_moe"),
-        (("llama", 9, "1f1b", 9), "strategy.pp=9: 1f1b cuts 8 layers into 9 stages; use at most strategy.pp=8, or a "
-                                  "model of at least 9 layers"),
-        (("llama", 6, "zbv", 12), "strategy.pp=6: zbv cuts 8 layers into 12 stages; use at most strategy.pp=4, or "
-                                  "strategy.pipeline.schedule=1f1b, or a model of at least 12 layers"),
-        (("llama", 4, "1f1b", 3), "strategy.pipeline.schedule=1f1b: on 4 ranks it does not take 3 micro-batches a "
-                                  "step; make it 4 by data.global_batch_size or data.micro_batch_size"),
-        (("llama", 4, "dualpipev", 6), "strategy.pipeline.schedule=dualpipev: on 4 ranks it does not take 6 "
-                                       "micro-batches a step; make it 8 by data.global_batch_size or "
-                                       "data.micro_batch_size"),
-        (("llama", 2, "interleaved_1f1b", 5), "strategy.pipeline.schedule=interleaved_1f1b: on 2 ranks it does not "
-                                              "take 5 micro-batches a step; make it 4 or 6 by "
-                                              "data.global_batch_size or data.micro_batch_size"),
-        (("llama", 2, "zbv", 4, True), "model.compile=true: zbv computes gradients of inputs and weights apart, which "
-                                       "torch refuses to do with compiled modules; use false, or "
-                                       "strategy.pipeline.schedule=gpipe or 1f1b or interleaved_1f1b"),
-        (("llama", 2, "1f1b", 4, False, [5, 2]), "strategy.pipeline.layers=5,2: the sum is 7, the model has 8 layers; "
-                                                 "make the sum 8, e.g. 4,4"),
-        (("llama", 2, "zbv", 4, False, [4, 4]), "strategy.pipeline.layers=4,4: zbv with pp=2 has 4 stages; give 4 "
-                                                "numbers"),
+        (
+            ("falcon", 2, "1f1b", 8),
+            "strategy.pp=2: models of the falcon family cannot be cut into stages; use 1 (the axes for it are "
+            "dp_replicate, dp_shard), or one of the families gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, "
+            "qwen3_moe",
+        ),
+        (
+            ("llama", 9, "1f1b", 9),
+            "strategy.pp=9: 1f1b cuts 8 layers into 9 stages; use at most strategy.pp=8, or a "
+            "model of at least 9 layers",
+        ),
+        (
+            ("llama", 6, "zbv", 12),
+            "strategy.pp=6: zbv cuts 8 layers into 12 stages; use at most strategy.pp=4, or "
+            "strategy.pipeline.schedule=1f1b, or a model of at least 12 layers",
+        ),
+        (
+            ("llama", 4, "1f1b", 3),
+            "strategy.pipeline.schedule=1f1b: on 4 ranks it does not take 3 micro-batches a "
+            "step; make it 4 by data.global_batch_size or data.micro_batch_size",
+        ),
+        (
+            ("llama", 4, "dualpipev", 6),
+            "strategy.pipeline.schedule=dualpipev: on 4 ranks it does not take 6 "
+            "micro-batches a step; make it 8 by data.global_batch_size or "
+            "data.micro_batch_size",
+        ),
+        (
+            ("llama", 2, "interleaved_1f1b", 5),
+            "strategy.pipeline.schedule=interleaved_1f1b: on 2 ranks it does not "
+            "take 5 micro-batches a step; make it 4 or 6 by "
+            "data.global_batch_size or data.micro_batch_size",
+        ),
+        (
+            ("llama", 2, "zbv", 4, True),
+            "model.compile=true: zbv computes gradients of inputs and weights apart, which "
+            "torch refuses to do with compiled modules; use false, or "
+            "strategy.pipeline.schedule=gpipe or 1f1b or interleaved_1f1b",
+        ),
+        (
+            ("llama", 2, "1f1b", 4, False, [5, 2]),
+            "strategy.pipeline.layers=5,2: the sum is 7, the model has 8 layers; make the sum 8, e.g. 4,4",
+        ),
+        (
+            ("llama", 2, "zbv", 4, False, [4, 4]),
+            "strategy.pipeline.layers=4,4: zbv with pp=2 has 4 stages; give 4 numbers",
+        ),
         (("llama", 2, "1f1b", 4, False, [8, 0]), "strategy.pipeline.layers=8,0: give every stage at least 1 layer"),
         (("llama", 2, "zbv", 4, False, None, 3), "strategy.pipeline.stages_per_rank=3: zbv has 2 on a rank; use 2"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_said_with_the_fix(arguments: tuple[object, ...], said: str) -> None:
     assert [str(error) for error in pipeline_errors(EIGHT, *arguments)] == [said]  # type: ignore[arg-type]
 
@@ -103,7 +127,6 @@ def test_the_lines_of_check_name_bubble_and_stages() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = ("import sys, mgpu_pipe.report.pipeline_picture, mgpu_pipe.checks.pipeline; "
-            "sys.exit('torch' in sys.modules)")  # fmt: skip
+    code = "import sys, mgpu_pipe.report.pipeline_picture, mgpu_pipe.checks.pipeline; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

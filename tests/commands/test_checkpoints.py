@@ -28,8 +28,13 @@ def save_step(
     run: Path, step: int, cut: str = "whole", seed: int = 0, lr: float = 0.1, **changed: torch.Tensor
 ) -> Path:
     run.mkdir(parents=True, exist_ok=True)
-    settings = {"keep_last": 2, "keep_every": None, "keep_best": 1, "best_metric": "val/loss",
-                "on_corruption": "fallback"}  # fmt: skip
+    settings = {
+        "keep_last": 2,
+        "keep_every": None,
+        "keep_best": 1,
+        "best_metric": "val/loss",
+        "on_corruption": "fallback",
+    }
     (run / "config.yaml").write_text(
         yaml.safe_dump({"strategy": {"name": "zero3"}, "optimizer": {"lr": lr}, "checkpoint": settings})
     )
@@ -179,11 +184,14 @@ def test_a_living_run_is_not_pruned(run: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["nowhere"], "nowhere: no such folder"), ([], "no run with a checkpoint"),
-        (["prune"], "required: --keep-last"), (["prune", "--keep-last", "0"], "0: use a whole number of at least 1"),
-        (["compare", "a"], "required: second"), (["check", "--ful"], "unrecognized arguments: --ful"),
+        (["nowhere"], "nowhere: no such folder"),
+        ([], "no run with a checkpoint"),
+        (["prune"], "required: --keep-last"),
+        (["prune", "--keep-last", "0"], "0: use a whole number of at least 1"),
+        (["compare", "a"], "required: second"),
+        (["check", "--ful"], "unrecognized arguments: --ful"),
     ],
-)  # fmt: skip
+)
 def test_wrong_words_are_one_line(
     words: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

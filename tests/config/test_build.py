@@ -13,9 +13,24 @@ from mgpu_pipe.config.build import build, check_target, resolve_target
 from mgpu_pipe.config.slots import CALLBACK_BASE, LOGGER_BASE, OPTIMIZER_BASE
 from mgpu_pipe.errors import ConfigErrors
 
-DANGEROUS = ["os.system", "builtins.eval", "builtins.exec", "logging.os.system", "subprocess.Popen", "subprocess.run",
-             "os", "shutil.rmtree", "pathlib.Path.unlink", "torch.nn.Linear", "torch.optim", "nosuch.module.Class",
-             "torch.optim.AdamWW", "", "..", "torch..AdamW"]
+DANGEROUS = [
+    "os.system",
+    "builtins.eval",
+    "builtins.exec",
+    "logging.os.system",
+    "subprocess.Popen",
+    "subprocess.run",
+    "os",
+    "shutil.rmtree",
+    "pathlib.Path.unlink",
+    "torch.nn.Linear",
+    "torch.optim",
+    "nosuch.module.Class",
+    "torch.optim.AdamWW",
+    "",
+    "..",
+    "torch..AdamW",
+]
 
 
 def words(node: object, base: str, key: str = "slot", provided: tuple[str, ...] = ()) -> list[str]:
@@ -43,8 +58,10 @@ def test_building_refuses_it_too(target: str):
 @pytest.mark.parametrize(
     ("target", "base"),
     [
-        ("torch.optim.AdamW", OPTIMIZER_BASE), ("torch.optim.SGD", OPTIMIZER_BASE),
-        ("torch.optim.adamw.AdamW", OPTIMIZER_BASE), ("transformers.optimization.Adafactor", OPTIMIZER_BASE),
+        ("torch.optim.AdamW", OPTIMIZER_BASE),
+        ("torch.optim.SGD", OPTIMIZER_BASE),
+        ("torch.optim.adamw.AdamW", OPTIMIZER_BASE),
+        ("transformers.optimization.Adafactor", OPTIMIZER_BASE),
         ("pytorch_lightning.loggers.TensorBoardLogger", LOGGER_BASE),
         ("pytorch_lightning.loggers.WandbLogger", LOGGER_BASE),
         ("pytorch_lightning.callbacks.LearningRateMonitor", CALLBACK_BASE),
@@ -108,7 +125,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "users_package"
     folder.mkdir()
     (folder / "__init__.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
-    (folder / "parts.py").write_text(textwrap.dedent("""
+    (folder / "parts.py").write_text(
+        textwrap.dedent("""
         import torch as t
         from torch.optim import SGD as Plain
         from os import system
@@ -123,7 +141,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Alias = Mine
         made = type("Made", (Plain,), {})
         instance = make
-    """))
+    """)
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 

@@ -19,8 +19,14 @@ def messages(*overrides: str) -> list[str]:
 
 def test_the_issues_own_command_composes():
     config, overrides = compose(
-        ["strategy=ddp", "trainer.devices=4", "model=llama_tiny", "precision=fp32", "optimizer.lr=3e-4",
-         "trainer.max_steps=20"]
+        [
+            "strategy=ddp",
+            "trainer.devices=4",
+            "model=llama_tiny",
+            "precision=fp32",
+            "optimizer.lr=3e-4",
+            "trainer.max_steps=20",
+        ]
     )
     assert (config.strategy.name, config.strategy.dp_replicate) == ("ddp", "auto")
     assert (config.trainer.devices, config.trainer.max_steps, config.optimizer.lr) == (4, 20, 3e-4)
@@ -30,8 +36,15 @@ def test_the_issues_own_command_composes():
 
 def test_every_schema_key_can_be_set_without_a_plus():
     free = [(key, hint) for key, hint in schema_keys() if not isinstance(hint, type) or hint in (int, float, str, bool)]
-    sections = {"model.config", "optimizer.options", "logger", "callbacks", "data.paths", "data.validation_paths",
-                "objective.sample_prompts"}
+    sections = {
+        "model.config",
+        "optimizer.options",
+        "logger",
+        "callbacks",
+        "data.paths",
+        "data.validation_paths",
+        "objective.sample_prompts",
+    }
     settable = [key for key, _ in free if key not in sections]
     good = preprocess([f"{key}=1" for key in settable])
     assert good == [f"{key}=1" for key in settable]
@@ -46,8 +59,12 @@ def test_a_plus_before_a_known_key_does_no_harm():
 
 def test_free_form_keys_need_no_plus():
     config, _ = compose(
-        ["model.config.attention_bias=true", "optimizer.options.amsgrad=true", "logger.tensorboard.name=x",
-         "callbacks.mine._target_=a.B"]
+        [
+            "model.config.attention_bias=true",
+            "optimizer.options.amsgrad=true",
+            "logger.tensorboard.name=x",
+            "callbacks.mine._target_=a.B",
+        ]
     )
     assert config.model.config["attention_bias"] is True
     assert config.optimizer.options == {"betas": [0.9, 0.95], "eps": 1e-8, "amsgrad": True}
@@ -86,7 +103,10 @@ def test_a_wrong_override_is_one_line_with_its_fix(override: str, said: str):
 def test_errors_of_keys_options_and_types_come_together():
     found = messages("trainer.devcies=4", "strategy=dpp", "data.seq_len=long", "precision.name=bf61")
     assert [message.split("=")[0] for message in found] == [
-        "trainer.devcies", "strategy", "data.seq_len", "precision.name"
+        "trainer.devcies",
+        "strategy",
+        "data.seq_len",
+        "precision.name",
     ]
 
 

@@ -14,14 +14,30 @@ from mgpu_pipe.config.listing import list_groups
 from mgpu_pipe.models.count import count_parameters
 
 OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]
-NEEDS_MORE = {("model", "hf"), ("data", "text_files"), ("data", "jsonl"), ("data", "parquet"), ("data", "chat_jsonl"),
-              ("logger", "wandb"), ("logger", "mlflow"), ("precision", "fp8"), ("strategy", "zero3_nvme"),
-              ("callbacks", "early_stopping")}
+NEEDS_MORE = {
+    ("model", "hf"),
+    ("data", "text_files"),
+    ("data", "jsonl"),
+    ("data", "parquet"),
+    ("data", "chat_jsonl"),
+    ("logger", "wandb"),
+    ("logger", "mlflow"),
+    ("precision", "fp8"),
+    ("strategy", "zero3_nvme"),
+    ("callbacks", "early_stopping"),
+}
 TINY = ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "mixtral_tiny")
 
 # Millions of parameters as their authors give them: the GPT-2, Llama 3, Llama 3.2, Qwen3 and Mixtral model cards.
-PUBLISHED = {"gpt2_124m": 124.4, "llama32_1b": 1236, "llama3_8b": 8030, "llama3_70b": 70554, "qwen3_8b": 8191,
-             "qwen3_30b_a3b": 30532, "mixtral_8x7b": 46703}
+PUBLISHED = {
+    "gpt2_124m": 124.4,
+    "llama32_1b": 1236,
+    "llama3_8b": 8030,
+    "llama3_70b": 70554,
+    "qwen3_8b": 8191,
+    "qwen3_30b_a3b": 30532,
+    "mixtral_8x7b": 46703,
+}
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -67,7 +67,10 @@ def test_what_does_not_fit_is_refused_with_its_fix(values: dict, said: str):
 def test_all_errors_come_together():
     found = messages({"seed": "x", "trainer": {"devcies": 1, "max_steps": "y"}, "data": {"seq_len": None}})
     assert [message.split("=")[0] for message in found] == [
-        "seed", "trainer.devcies", "trainer.max_steps", "data.seq_len"
+        "seed",
+        "trainer.devcies",
+        "trainer.max_steps",
+        "data.seq_len",
     ]
 
 

@@ -37,8 +37,14 @@ def test_literal_dollars_come_back_as_they_are(tmp_path: Path, text: str):
 def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MY_KEY", SECRET)
     config, _ = compose(
-        ["logger.mine._target_=a.B", "logger.mine.key=${oc.env:MY_KEY}", "run.name=x-${oc.env:MY_KEY}",
-         "run.root=${run.name}/y", "logger.mine.list=[1,'${oc.env:MY_KEY}']", "seed='${oc.decode:${oc.env:SEED,7}}'"]
+        [
+            "logger.mine._target_=a.B",
+            "logger.mine.key=${oc.env:MY_KEY}",
+            "run.name=x-${oc.env:MY_KEY}",
+            "run.root=${run.name}/y",
+            "logger.mine.list=[1,'${oc.env:MY_KEY}']",
+            "seed='${oc.decode:${oc.env:SEED,7}}'",
+        ]
     )
     assert config.logger["mine"]["key"] == SECRET
     assert config.run.root == f"x-{SECRET}/y"
@@ -106,9 +112,10 @@ def test_a_configuration_is_ones_own_as_it_was_launched(tmp_path: Path, monkeypa
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize(("mode", "owner", "said"), [
-    (0o777, 0, "others can write"), (0o700, 12345, "belongs to another user"), (0o755, 0, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "owner", "said"),
+    [(0o777, 0, "others can write"), (0o700, 12345, "belongs to another user"), (0o755, 0, "")],
+)
 def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path):
     cache = tmp_path / "cache"
     (cache / "something").mkdir(parents=True)

@@ -17,25 +17,32 @@ from mgpu_pipe.config import hardware
         pytest.param("0::/job", {"job/cpu.max": "max 100000"}, None, id="v2, max"),
         pytest.param("0::/job", {"job/cpu.max": "150000 100000"}, 1.5, id="v2"),
         pytest.param(
-            "0::/a/b/c", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000", "a/b/c/cpu.max": "400000 100000"},
-            2.0, id="v2, the parent's is smaller",
+            "0::/a/b/c",
+            {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000", "a/b/c/cpu.max": "400000 100000"},
+            2.0,
+            id="v2, the parent's is smaller",
         ),
         pytest.param("0::/../../elsewhere", {"cpu.max": "300000 100000"}, 3.0, id="v2, in a container"),
         pytest.param(
             "4:cpu,cpuacct:/docker/x\n0::/",
             {"cpu,cpuacct/cpu.cfs_quota_us": "250000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
-            2.5, id="v1, in a container",
+            2.5,
+            id="v1, in a container",
         ),
         pytest.param(
-            "7:memory:/job\n4:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000"},
-            0.5, id="v1",
+            "7:memory:/job\n4:cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000"},
+            0.5,
+            id="v1",
         ),
         pytest.param(
-            "4:cpu:/job", {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, None,
+            "4:cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"},
+            None,
             id="v1, no limit",
         ),
     ],
-)  # fmt: skip
+)
 def test_the_cores_that_control_groups_leave(
     membership: str, files: dict[str, str], cores: float | None, tmp_path: Path
 ) -> None:

@@ -44,9 +44,15 @@ def test_what_would_have_no_effect_is_refused_with_what_to_write(
 
 @pytest.mark.parametrize(
     "words",
-    [["hydra.mode=RUN"], ["hydra.searchpath=[]"], ["~logger"], ["~model.config.vocab_size"],
-     ["~optimizer.options.eps"], ["-m", "seed=1", "hydra.sweep.subdir=x", "hydra/sweeper=basic"]],
-)  # fmt: skip
+    [
+        ["hydra.mode=RUN"],
+        ["hydra.searchpath=[]"],
+        ["~logger"],
+        ["~model.config.vocab_size"],
+        ["~optimizer.options.eps"],
+        ["-m", "seed=1", "hydra.sweep.subdir=x", "hydra/sweeper=basic"],
+    ],
+)
 def test_what_has_an_effect_is_taken(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:

@@ -40,14 +40,29 @@ def changed(key: str, value: object) -> RunConfig:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("seed", 7), ("model.type", "gpt2"), ("model.path", "/m"), ("model.config", {"a": 1}), ("model.freeze", ["*"]),
-        ("data.paths", ["x"]), ("data.tokenizer", "/t"), ("data.seq_len", 8), ("data.packing", "none"),
-        ("data.global_batch_size", 8), ("data.validation_fraction", 0.1), ("data.validation_paths", ["x"]),
-        ("data.synthetic.sigma", 0.1), ("objective.router_aux_loss", 0.1), ("optimizer._target_", "torch.optim.SGD"),
-        ("optimizer.lr", 1.0), ("optimizer.options", {"betas": [0.5]}), ("scheduler.name", "wsd"),
-        ("scheduler.total_steps", 9), ("trainer.gradient_clip_val", 2.0), ("checkpoint.init_from", "/w"),
+        ("seed", 7),
+        ("model.type", "gpt2"),
+        ("model.path", "/m"),
+        ("model.config", {"a": 1}),
+        ("model.freeze", ["*"]),
+        ("data.paths", ["x"]),
+        ("data.tokenizer", "/t"),
+        ("data.seq_len", 8),
+        ("data.packing", "none"),
+        ("data.global_batch_size", 8),
+        ("data.validation_fraction", 0.1),
+        ("data.validation_paths", ["x"]),
+        ("data.synthetic.sigma", 0.1),
+        ("objective.router_aux_loss", 0.1),
+        ("optimizer._target_", "torch.optim.SGD"),
+        ("optimizer.lr", 1.0),
+        ("optimizer.options", {"betas": [0.5]}),
+        ("scheduler.name", "wsd"),
+        ("scheduler.total_steps", 9),
+        ("trainer.gradient_clip_val", 2.0),
+        ("checkpoint.init_from", "/w"),
     ],
-)  # fmt: skip
+)
 def test_what_decides_the_numbers_makes_another_run(key: str, value: object) -> None:
     other = changed(key, value)
     assert mathematics_hash(other) != mathematics_hash(RunConfig())
@@ -58,14 +73,31 @@ def test_what_decides_the_numbers_makes_another_run(key: str, value: object) -> 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("run.name", "n"), ("run.root", "/r"), ("model.name", "n"), ("model.attn_implementation", "eager"),
-        ("model.compile", True), ("data.micro_batch_size", 1), ("data.num_workers", 1), ("data.tokenize_workers", 1),
-        ("data.cache_dir", "/c"), ("objective.sample_prompts", ["x"]), ("objective.loss_chunk_tokens", 8),
-        ("strategy.tp", 2), ("strategy.engine", "deepspeed"), ("precision.name", "bf16"), ("trainer.max_steps", 9),
-        ("trainer.max_epochs", 9), ("trainer.devices", 2), ("trainer.deterministic", True), ("launch.max_restarts", 1),
-        ("checkpoint.resume", "auto"), ("checkpoint.keep_last", 1), ("logger", {"a": {}}), ("callbacks", {"a": {}}),
+        ("run.name", "n"),
+        ("run.root", "/r"),
+        ("model.name", "n"),
+        ("model.attn_implementation", "eager"),
+        ("model.compile", True),
+        ("data.micro_batch_size", 1),
+        ("data.num_workers", 1),
+        ("data.tokenize_workers", 1),
+        ("data.cache_dir", "/c"),
+        ("objective.sample_prompts", ["x"]),
+        ("objective.loss_chunk_tokens", 8),
+        ("strategy.tp", 2),
+        ("strategy.engine", "deepspeed"),
+        ("precision.name", "bf16"),
+        ("trainer.max_steps", 9),
+        ("trainer.max_epochs", 9),
+        ("trainer.devices", 2),
+        ("trainer.deterministic", True),
+        ("launch.max_restarts", 1),
+        ("checkpoint.resume", "auto"),
+        ("checkpoint.keep_last", 1),
+        ("logger", {"a": {}}),
+        ("callbacks", {"a": {}}),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_is_the_same_run(key: str, value: object) -> None:
     other = changed(key, value)
     assert mathematics_hash(other) == mathematics_hash(RunConfig())

@@ -23,9 +23,7 @@ from tests.support.command import REPOSITORY
 @pytest.mark.parametrize(
     ("cores", "workers", "expected"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 2, 1), (2, 16, 1), (1, 1, 1)]
 )
-def test_usable_cores_are_shared_out(
-    cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_usable_cores_are_shared_out(cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "cpu_cores", lambda: cores)
     config, _ = compose([])
     found = choose_threads(config, workers)
@@ -67,9 +65,14 @@ def test_the_library_takes_it(own: dict[str, str]) -> None:
     """In the program's process, where torch is imported later than its first line."""
     kept = {name: value for name, value in os.environ.items() if name not in threads.WAITING_VARIABLES}
     done = subprocess.run(
-        [sys.executable, "-c", SHOW], env={**kept, **own, "OMP_DISPLAY_ENV": "verbose"}, cwd=REPOSITORY,
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", SHOW],
+        env={**kept, **own, "OMP_DISPLAY_ENV": "verbose"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     shown = dict(re.findall(r"(?:\[host\] )?(\w+) ?= ?'(.*)'", done.stderr))
     if "GOMP_SPINCOUNT" not in shown:
         pytest.skip("torch was built with another OpenMP than libgomp")

@@ -85,8 +85,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["checkpoint.init_from=/tmp", "checkpoint.resume=/tmp"], "checkpoint.resume=/tmp brings weights of its own"),
         (["strategy=zero3", "objective.router_aux_loss=0.1"], "objective.router_aux_loss=0.1: the llama family has no"),
         (["strategy=zero2", "strategy.sequence_parallel=true"], "strategy.sequence_parallel=true: strategy.engine="),
-        (["strategy=pp", "strategy.pipeline.stages_per_rank=3", "trainer.devices=2", "strategy.pipeline.schedule=zbv"],
-         "strategy.pipeline.stages_per_rank=3: zbv has 2 on a rank"),
+        (
+            [
+                "strategy=pp",
+                "strategy.pipeline.stages_per_rank=3",
+                "trainer.devices=2",
+                "strategy.pipeline.schedule=zbv",
+            ],
+            "strategy.pipeline.stages_per_rank=3: zbv has 2 on a rank",
+        ),
         (["model.attn_implementation=flash_attention_2"], "flash-attn is not installed; install flash-attn"),
         (["checkpoint.best_metric=val/los"], "did you mean val/loss?"),
         (["+callbacks.x._target_=pytorch_lightning.callbacks.ModelCheckpoint"], "use checkpoint.every_n_steps"),

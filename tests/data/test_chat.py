@@ -33,8 +33,10 @@ TALK = [
     {"role": "assistant", "content": "Me: <Hi.> \u00e9\U0001f600"},
 ]
 # Strips contents and ends turns by a plain newline.
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}" \
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 # Drops the reasoning of all answers but the last one, and adds an empty one to that, as Qwen3's template does.
 REASONING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -123,8 +125,14 @@ def test_the_loss_counts_the_assistants_tokens_only(tmp_path: Path) -> None:
     ]
     path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": talk} for talk in talks])
     (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8")
-    run = config(tmp_path, source="chat_jsonl", paths=[str(path)], chat_template=str(tmp_path / "chat.jinja"),
-                 seq_len=512, packing="none")
+    run = config(
+        tmp_path,
+        source="chat_jsonl",
+        paths=[str(path)],
+        chat_template=str(tmp_path / "chat.jinja"),
+        seq_len=512,
+        packing="none",
+    )
     prepared = prepare(run)
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
     store = TokenStore.open(prepared.folder)
@@ -137,9 +145,7 @@ def test_the_loss_counts_the_assistants_tokens_only(tmp_path: Path) -> None:
             text = tokenizer.decode(ids, skip_special_tokens=True)
             said = tokenizer.decode([label for label in labels if label != IGNORE_INDEX], skip_special_tokens=False)
             seen.append((text, said))
-    expected = [
-        (ChatTemplate(CHATML).render(talk), talk[1]["content"] + "<|im_end|>\n<|endoftext|>") for talk in talks
-    ]
+    expected = [(ChatTemplate(CHATML).render(talk), talk[1]["content"] + "<|im_end|>\n<|endoftext|>") for talk in talks]
     assert sorted(seen) == sorted(expected)
     assert prepared.train_tokens < prepared.num_tokens / 2
 
@@ -241,8 +247,12 @@ def test_a_tokenizers_own_broken_template_is_refused_by_its_key(tmp_path: Path) 
 @pytest.mark.parametrize("make", ["fifo", "large", "folder", "endless"])
 def test_a_template_that_is_no_template_file_is_refused(make: str, tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
-    {"fifo": lambda: os.mkfifo(path), "large": lambda: path.write_bytes(b" " * (2 << 20)), "folder": path.mkdir,
-     "endless": lambda: path.symlink_to("/dev/zero")}[make]()  # fmt: skip
+    {
+        "fifo": lambda: os.mkfifo(path),
+        "large": lambda: path.write_bytes(b" " * (2 << 20)),
+        "folder": path.mkdir,
+        "endless": lambda: path.symlink_to("/dev/zero"),
+    }[make]()
     run = config(tmp_path, source="chat_jsonl", paths=["none"], chat_template=str(path))
     with pytest.raises(ConfigError, match=r"data\.chat_template=.*(is no plain file|larger than 1 MiB)"):
         check_chat(run)
@@ -268,8 +278,9 @@ def test_a_malformed_row_is_named_by_file_and_line(name: str, tmp_path: Path) ->
     good = json.dumps({"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes."}]})
     (tmp_path / "chat.jsonl").write_text("\ufeff" + good + "\n" + BAD_LINES[name] + "\n", encoding="utf-8")
     (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8")
-    run = config(tmp_path, source="chat_jsonl", paths=[str(tmp_path / "chat.jsonl")],
-                 chat_template=str(tmp_path / "chat.jinja"))
+    run = config(
+        tmp_path, source="chat_jsonl", paths=[str(tmp_path / "chat.jsonl")], chat_template=str(tmp_path / "chat.jinja")
+    )
     with pytest.raises(DataError, match=r"chat\.jsonl:2: ") as told:
         prepare(run)
     assert "\n" not in str(told.value) and len(str(told.value)) < 600

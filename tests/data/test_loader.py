@@ -197,7 +197,9 @@ def test_every_evaluation_takes_the_same_samples_and_deals_out_a_short_last_wind
     step_batches = [[share[number] for share in shares] for number in range(2)]
     assert [[w.num_samples for w in step_batch] for step_batch in step_batches] == [[8] * ranks, [5] * ranks]
     chosen = PackedDataset.open(prepared, "validation").batch(prepared.evaluated_samples())
-    assert torch.equal(torch.cat([_together(step_batch) for step_batch in step_batches if step_batch]), chosen["input_ids"])
+    assert torch.equal(
+        torch.cat([_together(step_batch) for step_batch in step_batches if step_batch]), chosen["input_ids"]
+    )
     normalizers = [int((labels != IGNORE_INDEX).sum()) for labels in (chosen["labels"][:8], chosen["labels"][8:])]
     assert [step_batch[0].loss_denominator for step_batch in step_batches] == normalizers
     assert sum(normalizers) == prepared.validation_tokens

@@ -60,8 +60,13 @@ def test_a_group_that_is_killed_together_leaves_no_process_and_nothing_in_shared
     """SIGKILL to the whole group, also to the standard library's tracker that would have tidied up."""
     program = tmp_path / "program.py"
     program.write_text(KILLED)
-    parent = subprocess.Popen([sys.executable, str(program)], env={"PYTHONPATH": str(ROOT)}, start_new_session=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    parent = subprocess.Popen(
+        [sys.executable, str(program)],
+        env={"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert parent.stdout is not None
     children = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(children) == 2 and all(map(alive, children))

@@ -65,8 +65,13 @@ def test_prepared_data_survives_json(tmp_path: Path) -> None:
 def test_what_changes_the_data_changes_its_digest_and_nothing_else_does(tmp_path: Path) -> None:
     run = text_files(tmp_path)
     first = prepare(run).digest
-    for same in ({"cache_dir": str(tmp_path / "other cache")}, {"global_batch_size": 4}, {"micro_batch_size": 2},
-                 {"validation_max_samples": 1}, {"num_workers": 1}):
+    for same in (
+        {"cache_dir": str(tmp_path / "other cache")},
+        {"global_batch_size": 4},
+        {"micro_batch_size": 2},
+        {"validation_max_samples": 1},
+        {"num_workers": 1},
+    ):
         assert prepare(replace(run, data=replace(run.data, **same))).digest == first, same
     (tmp_path / "corpus").rename(tmp_path / "moved")
     run.data.paths = [str(tmp_path / "moved" / "**" / "*.txt")]
@@ -148,8 +153,13 @@ print(json.dumps({"prepared": prepared.as_dict(), "finished": finished}))
 def test_processes_that_prepare_at_once_do_the_work_once_and_without_torch(tmp_path: Path) -> None:
     run = text_files(tmp_path, 40)
     processes = [
-        subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path)], cwd=ROOT, text=True,
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path)],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         for _ in range(4)
     ]
     for process in processes:
@@ -219,8 +229,13 @@ def _alive(process_id: str) -> bool:
 def test_tokenising_processes_die_with_a_killed_parent(tmp_path: Path) -> None:
     tokenizer = prepare(text_files(tmp_path / "small")).tokenizer_folder
     _long_corpus(tmp_path)
-    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path), str(tokenizer)], cwd=ROOT, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(tokenizer)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert parent.stdout is not None
     children = parent.stdout.readline().split()
     assert len([child for child in children if _alive(child)]) >= 2
@@ -403,8 +418,16 @@ def test_a_cache_of_an_earlier_version_is_made_again_and_not_called_damaged(
     assert "damaged" not in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "field"), [("packs", "samples"), ("packs", "valid_tokens"), ("tokens", "documents"),
-                                             ("tokens", "files"), ("tokenizer", "vocab_size")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("packs", "samples"),
+        ("packs", "valid_tokens"),
+        ("tokens", "documents"),
+        ("tokens", "files"),
+        ("tokenizer", "vocab_size"),
+    ],
+)
 @pytest.mark.parametrize("where", ["name", "value"])
 def test_a_flipped_bit_in_a_manifest_changes_nothing(tmp_path: Path, kind: str, field: str, where: str) -> None:
     run = text_files(tmp_path)

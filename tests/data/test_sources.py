@@ -43,8 +43,7 @@ def test_text_files_are_documents_in_sorted_order_each_once(tmp_path: Path) -> N
     for name in ("b/2.txt", "b/1.txt", "a/3.txt", "a/skip.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(f"{name}\r\n\u00e9".encode())
-    run = config(tmp_path, source="text_files",
-                 paths=[str(tmp_path / "b" / "2.txt"), str(tmp_path / "**" / "*.txt")])
+    run = config(tmp_path, source="text_files", paths=[str(tmp_path / "b" / "2.txt"), str(tmp_path / "**" / "*.txt")])
     check_sources(run)
     assert _texts(run, tmp_path) == [f"{name}\r\n\u00e9" for name in ("b/2.txt", "a/3.txt", "b/1.txt")]
 
@@ -65,8 +64,9 @@ def test_the_library_of_python_is_text_without_its_tests(tmp_path: Path) -> None
 def test_jsonl_and_parquet_read_the_named_column(tmp_path: Path) -> None:
     texts = ["first", "", "third \u00fc\nline"]
     write_jsonl(tmp_path / "a.jsonl", [{"body": text, "id": 1} for text in texts])
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "body": texts}), tmp_path / "a.parquet",
-                                row_group_size=2)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": [1, 2, 3], "body": texts}), tmp_path / "a.parquet", row_group_size=2
+    )
     for source in ("jsonl", "parquet"):
         run = config(tmp_path, source=source, paths=[str(tmp_path / f"a.{source}")], text_column="body")
         check_sources(run)
@@ -144,7 +144,9 @@ def test_numbers_out_of_range_and_unknown_sources_are_refused_together(tmp_path:
     with pytest.raises(ConfigErrors) as refused:
         check_sources(run)
     assert [error.key for error in refused.value.errors if isinstance(error, ConfigError)] == [
-        "data.validation_fraction", "data.seq_len", "data.paths",
+        "data.validation_fraction",
+        "data.seq_len",
+        "data.paths",
     ]
     with pytest.raises(ConfigErrors, match=r"data\.source=text_file: no such source; did you mean text_files\?"):
         check_sources(config(tmp_path, source="text_file"))

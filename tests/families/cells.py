@@ -17,10 +17,24 @@ SEQ_LEN = 24
 MOST = 16
 """Variants of a family."""
 NOT_MATHEMATICS = frozenset(
-    ["output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "return_last_states",
-     "use_cache", "is_encoder_decoder", "summary_use_proj", "summary_proj_to_labels", "classifier_bias",
-     "use_mems_eval", "use_mems_train", "add_cross_attention", "slow_but_exact", "use_mamba_kernels"]
-)  # fmt: skip
+    [
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "return_dict",
+        "return_last_states",
+        "use_cache",
+        "is_encoder_decoder",
+        "summary_use_proj",
+        "summary_proj_to_labels",
+        "classifier_bias",
+        "use_mems_eval",
+        "use_mems_train",
+        "add_cross_attention",
+        "slow_but_exact",
+        "use_mamba_kernels",
+    ]
+)
 """Booleans that change what a forward pass returns or keeps, not what it computes for a causal language model."""
 NOT_ALONE = {
     "whisper": "a decoder that attends to audio",
@@ -104,8 +118,14 @@ def _rotary(known: ConfigClass) -> Iterator[dict[str, Any]]:
     """longrope with a border inside of the sequence; none where tables stand for each kind of layer."""
     default = known.defaults.get("rope_parameters", NO_DEFAULT)
     if "rope_parameters" in known.annotations and (default is None or default is NO_DEFAULT):
-        yield {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
-                                   "original_max_position_embeddings": SEQ_LEN // 2}}  # fmt: skip
+        yield {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": SEQ_LEN // 2,
+            }
+        }
 
 
 def small(variant: Variant, tp: int = 1) -> ModelConfig:
@@ -158,9 +178,11 @@ def _longrope(plain: Any, rope: Mapping[str, Any], own: Mapping[str, Any], table
 EXTRA: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
-                            for kind in ("sliding_attention", "full_attention")},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
@@ -175,7 +197,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2},
     "xmod": {"default_language": "en_XX"},
-}  # fmt: skip
+}
 """Fields given before a family is made small: those that it needs and has no default for."""
 NEEDED_WITH = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}}
 """Fields that go with a boolean which is off by default."""

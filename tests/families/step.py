@@ -56,6 +56,7 @@ def packed(docs: list[tuple[torch.Tensor, torch.Tensor]]) -> Batch:
 
 def padded(docs: list[tuple[torch.Tensor, torch.Tensor]]) -> Batch:
     """A row for each document, padded as the loader pads."""
+
     def row(values: torch.Tensor, fill_with: int) -> torch.Tensor:
         return F.pad(values, (0, SEQ_LEN - len(values)), value=fill_with)
 
@@ -193,8 +194,9 @@ def error(found: tuple[float, Mapping[str, torch.Tensor]], expected: Mapping[str
     """The largest error over its bound (mgpu_pipe.verify.bounds), and of what; infinite where a gradient lacks."""
     loss, gradients = found
     want: Tensors = expected["gradients"]
-    lacking = sorted(name for name in want.keys() ^ gradients.keys()
-                     if bool((want.get(name, gradients.get(name)) != 0).any()))
+    lacking = sorted(
+        name for name in want.keys() ^ gradients.keys() if bool((want.get(name, gradients.get(name)) != 0).any())
+    )
     if lacking:
         return float("inf"), f"{lacking[0]} in one alone"
     total = sum(float(g.double().square().sum()) for g in want.values()) ** 0.5

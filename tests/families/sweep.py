@@ -59,8 +59,15 @@ LIMIT_S = 600.0
 
 @lru_cache(maxsize=8)
 def _composed(tp: int, packing: str) -> RunConfig:
-    words = ["data.source=synthetic", "data.seq_len=24", "data.global_batch_size=2", f"trainer.devices={tp}",
-             "trainer.accelerator=cpu", "trainer.max_steps=1", f"data.packing={packing}"]  # fmt: skip
+    words = [
+        "data.source=synthetic",
+        "data.seq_len=24",
+        "data.global_batch_size=2",
+        f"trainer.devices={tp}",
+        "trainer.accelerator=cpu",
+        "trainer.max_steps=1",
+        f"data.packing={packing}",
+    ]
     return compose([*words, *(TP if tp > 1 else ["strategy=single"])])[0]
 
 
@@ -185,9 +192,7 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-def try_family(
-    family: str, first: int | None = None, compiled: bool = False, context: Any = None
-) -> dict[str, Cell]:
+def try_family(family: str, first: int | None = None, compiled: bool = False, context: Any = None) -> dict[str, Cell]:
     """The cells of a family's variants, or of the ``first`` few."""
     reason = not_tried(family)
     if reason is not None:
@@ -225,8 +230,9 @@ def write(place: Path, table: dict[str, Any]) -> None:
     """The table with its versions, one line a cell, so that a change shows as what changed."""
     versions = {name: version(name) for name in ("torch", "transformers", "mgpu_pipe")}
     families = ",\n".join(
-        f'  {json.dumps(family)}: {{\n'
-        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items()) + "\n  }"
+        f"  {json.dumps(family)}: {{\n"
+        + ",\n".join(f"   {json.dumps(name)}: {json.dumps(cell)}" for name, cell in cells.items())
+        + "\n  }"
         for family, cells in sorted(table.items())
     )
     place.write_text(
@@ -238,17 +244,25 @@ def page(table: dict[str, Any]) -> str:
     """The table by family, for a reader."""
     axes = [axis for axis in AXES if any(axis in cell for cells in table.values() for cell in cells.values())]
     lines = [
-        "# Model families", "",
+        "# Model families",
+        "",
         "Every causal language model of transformers, small, in up to 16 variants of its booleans, against plain",
         "transformers over one document at a time in one process: loss, gradient norm and every gradient. Written by",
-        "`python -m tests.families.sweep`; cell by cell in `benchmarks/results/families.json`.", "",
+        "`python -m tests.families.sweep`; cell by cell in `benchmarks/results/families.json`.",
+        "",
         "`packs`: documents of one row are kept apart; where not, `data.packing=none` is asked for. A number alone",
-        "says how many variants are equal; `refused` are told in one line before a run starts.", "",
-        f"| family | packs | {' | '.join(AXES[axis] for axis in axes)} |", f"|---|---|{'---|' * len(axes)}",
-    ]  # fmt: skip
+        "says how many variants are equal; `refused` are told in one line before a run starts.",
+        "",
+        f"| family | packs | {' | '.join(AXES[axis] for axis in axes)} |",
+        f"|---|---|{'---|' * len(axes)}",
+    ]
     for family, cells in sorted(table.items()):
-        untried = {part["why"] for cell in cells.values() for part in cell.values()
-                   if isinstance(part, dict) and part["is"] == "untried"}  # fmt: skip
+        untried = {
+            part["why"]
+            for cell in cells.values()
+            for part in cell.values()
+            if isinstance(part, dict) and part["is"] == "untried"
+        }
         if all(cell["single"]["is"] == "untried" for cell in cells.values()):
             lines.append(f"| {family} | | untried: {sorted(untried)[0]} |{' |' * (len(axes) - 1)}")
             continue
@@ -276,8 +290,12 @@ def main() -> None:
     if arguments.table.exists():
         table = json.loads(arguments.table.read_text(encoding="utf-8"))["families"]
     for family in arguments.families or model_types():
-        bad = any(part["is"] in BAD for cell in table.get(family, {}).values() for part in cell.values()
-                  if isinstance(part, dict))  # fmt: skip
+        bad = any(
+            part["is"] in BAD
+            for cell in table.get(family, {}).values()
+            for part in cell.values()
+            if isinstance(part, dict)
+        )
         if family in table and not (bad and arguments.again) and not arguments.families:
             continue
         table[family] = try_family(family, arguments.first, arguments.compile, multiprocessing.get_context("fork"))
@@ -287,8 +305,11 @@ def main() -> None:
         for name, cell in table[family].items():
             for axis in AXES:
                 if axis in cell:
-                    print(f"{family} [{name}] {axis}: {cell[axis]['is']} {cell[axis].get('error', '')} "
-                          f"{cell[axis].get('why', '')}", flush=True)  # fmt: skip
+                    print(
+                        f"{family} [{name}] {axis}: {cell[axis]['is']} {cell[axis].get('error', '')} "
+                        f"{cell[axis].get('why', '')}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -42,8 +42,13 @@ def outcomes(cells: dict[str, Any]) -> dict[str, dict[str, str]]:
 def test_the_table_has_every_family_and_nothing_wrong() -> None:
     found = table()
     assert sorted(found) == model_types()
-    bad = {f"{family} [{name}] {axis}": kind for family, cells in found.items()
-           for name, parts in outcomes(cells).items() for axis, kind in parts.items() if kind in BAD}  # fmt: skip
+    bad = {
+        f"{family} [{name}] {axis}": kind
+        for family, cells in found.items()
+        for name, parts in outcomes(cells).items()
+        for axis, kind in parts.items()
+        if kind in BAD
+    }
     assert bad == {}
 
 

@@ -94,8 +94,14 @@ def attempt(arguments: Sequence[str], cwd: Path, cache: Path, forbidden: Path) -
     """
     home = cwd / "home"
     home.mkdir(exist_ok=True)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(home), "MGPU_PIPE_CACHE": str(cache), "OMP_NUM_THREADS": "1",
-                   "SECRET_NAME": SECRET, "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "MGPU_PIPE_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+        "SECRET_NAME": SECRET,
+        "HF_HUB_OFFLINE": "1",
+    }
     watch = Watch(forbidden)
     program = ForkedProgram(arguments, cwd, environment)
     resource.prlimit(program.pid, resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S))

@@ -20,11 +20,11 @@ REFUSED = {
     "callback_here": HYDRA + "  callbacks: {x: {_target_: own_code.Mine}}",
     "callback_module": HYDRA + "  callbacks: {x: {_target_: own_code}}",
     "callback_nested": HYDRA + "  callbacks: {x: {_target_: hydra.experimental.callbacks.LogJobReturnCallback,"
-                               " y: {_target_: os.system, command: touch OUT/EXECUTED}}}",
+    " y: {_target_: os.system, command: touch OUT/EXECUTED}}}",
     "callback_list": HYDRA + "  callbacks: {x: {_target_: hydra.experimental.callbacks.LogJobReturnCallback,"
-                             " y: [{_target_: os.system, command: touch OUT/EXECUTED}]}}",
+    " y: [{_target_: os.system, command: touch OUT/EXECUTED}]}}",
     "callback_made": HYDRA + "  callbacks: {x: {_target_: hydra.experimental.callbacks.LogJobReturnCallback,"
-                             " y: '${oc.create:{_target_: os.system, command: touch OUT/EXECUTED}}'}}",
+    " y: '${oc.create:{_target_: os.system, command: touch OUT/EXECUTED}}'}}",
     "callback_interpolated": HYDRA + "  callbacks: {x: {_target_: '${run.name}'}}\nrun: {name: os.system}",
     "callback_section": HYDRA + "  callbacks: {x: '${callbacks.x}'}\ncallbacks: {x: {_target_: os.system}}",
     "callbacks_whole": HYDRA + "  callbacks: ${callbacks}\ncallbacks: {x: {_target_: os.system}}",
@@ -41,12 +41,12 @@ REFUSED = {
     "launcher": HYDRA + "  launcher: {_target_: os.system, command: touch OUT/EXECUTED}",
     "launcher_here": HYDRA + "  launcher: {_target_: own_code.Mine}",
     "job_logging": HYDRA + "  job_logging: {version: 1, root: {handlers: [f]}, handlers: {f: {class:"
-                           " logging.FileHandler, filename: OUT/EXECUTED}}}",
+    " logging.FileHandler, filename: OUT/EXECUTED}}}",
     "hydra_logging": HYDRA + "  hydra_logging: {version: 1, root: {handlers: [f]}, handlers: {f: {class:"
-                             " logging.FileHandler, filename: OUT/secret.txt, mode: w}}}",
+    " logging.FileHandler, filename: OUT/secret.txt, mode: w}}}",
     "logging_factory": HYDRA + "  job_logging: {version: 1, root: {}, formatters: {f: {(): own_code.Mine}}}",
     "logging_ext": HYDRA + "  job_logging: {version: 1, root: {handlers: [h]}, handlers: {h: {class:"
-                           " logging.StreamHandler, stream: ext://own_code.Mine}}}",
+    " logging.StreamHandler, stream: ext://own_code.Mine}}}",
     "environment": HYDRA + "  job: {env_set: {LD_PRELOAD: OUT/evil.so}}",
     "environment_copy": HYDRA + "  job: {env_copy: [SECRET_NAME]}",
     "environment_copy_missing": HYDRA + "  job: {env_copy: [NO_SUCH_VARIABLE]}",
@@ -55,13 +55,14 @@ REFUSED = {
     "output_subdir": HYDRA + "  output_subdir: ../../../../OUT",
     "slot_system": GLOBAL + "callbacks: {x: {_target_: os.system, command: touch OUT/EXECUTED}}",
     "slot_nested": GLOBAL + "callbacks: {x: {_target_: pytorch_lightning.callbacks.EarlyStopping, monitor:"
-                            " {_target_: os.system}}}",
+    " {_target_: os.system}}}",
     "optimizer": GLOBAL + "optimizer: {_target_: os.system}",
     "no_slot": GLOBAL + "model: {_target_: os.system}",
     "layers": GLOBAL + "model: {config: {num_hidden_layers: 100000000}}",
     "vocabulary": GLOBAL + "model: {config: {vocab_size: 100000000000}}",
-    "aliases": GLOBAL + "model:\n  config:\n    a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-        f"    {chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)),
+    "aliases": GLOBAL
+    + "model:\n  config:\n    a: &a [x, x, x, x, x, x, x, x, x]\n"
+    + "".join(f"    {chr(98 + n)}: &{chr(98 + n)} [{', '.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)),
     "nested": GLOBAL + "model: {config: {x: " + "[" * 900 + "]" * 900 + "}}",
     "other_environment": GLOBAL + "trainer: {max_steps: '${oc.env:SECRET_NAME}'}",
     "environment_in_a_path": GLOBAL + "data: {source: text_files, paths: ['${oc.env:SECRET_NAME}/*.txt']}",
@@ -78,10 +79,16 @@ def place(tmp_path: Path) -> tuple[Path, Path]:
     return work, forbidden
 
 
-@pytest.mark.parametrize("trick", cases(REFUSED, """
+@pytest.mark.parametrize(
+    "trick",
+    cases(
+        REFUSED,
+        """
     callback_open callback_path callback_module callback_list callback_partial callback_hydra_call callback_lightning
     callback_number callback_nothing callback_system sweeper_callback sweeper_logging launcher environment_copy chdir
-    slot_nested optimizer hydra_logging"""))
+    slot_nested optimizer hydra_logging""",
+    ),
+)
 def test_an_experiment_is_refused(trick: str, place: tuple[Path, Path]) -> None:
     work, forbidden = place
     (work / "exp" / "experiment" / "x.yaml").write_text(REFUSED[trick].replace("OUT", str(forbidden)))
@@ -120,11 +127,19 @@ def test_a_class_that_was_typed_is_used(typed: str, place: tuple[Path, Path]) ->
     assert ended == 0 and "called" in said, said
 
 
-@pytest.mark.parametrize("typed", [
-    "hydra.sweeper._target_=os.system", "hydra.launcher._target_=os.system", "+hydra.callbacks.x._target_=os.system",
-    "hydra.launcher._target_=hydra.plugins.sweeper.Sweeper", "hydra.launcher=null", "+hydra.callbacks.x=5",
-    "hydra.sweeper._target_=no.such.Class", "+hydra.job.env_copy=[NO_SUCH_VARIABLE]",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "hydra.sweeper._target_=os.system",
+        "hydra.launcher._target_=os.system",
+        "+hydra.callbacks.x._target_=os.system",
+        "hydra.launcher._target_=hydra.plugins.sweeper.Sweeper",
+        "hydra.launcher=null",
+        "+hydra.callbacks.x=5",
+        "hydra.sweeper._target_=no.such.Class",
+        "+hydra.job.env_copy=[NO_SUCH_VARIABLE]",
+    ],
+)
 def test_what_was_typed_fits_its_slot(typed: str, place: tuple[Path, Path]) -> None:
     work, forbidden = place
     ended, said = attempt(["check", "-m", typed], work, work / "cache", forbidden)

@@ -163,11 +163,24 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "tokenizer_pipe": (pipe(TOKENIZER), GENERATE, 2),
     "tokenizer_link": (link(TOKENIZER), EXPORT, 2),
     "tokenizer_nested": (text(TOKENIZER, "[" * 200_000), GENERATE, 2),
-    "tokenizer_code": (setting("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
-                               tokenizer_class="Evil"), GENERATE, None),
+    "tokenizer_code": (
+        setting(
+            "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, tokenizer_class="Evil"
+        ),
+        GENERATE,
+        None,
+    ),
     "tokenizer_elsewhere": (setting("tokenizer_config.json", tokenizer_file="OUT/secret.json"), GENERATE, None),
-    "tokenizer_vocabulary": (setting("tokenizer_config.json", vocab_file="OUT/secret.txt", merges_file="OUT/secret.txt",
-                                     tokenizer_class="GPT2Tokenizer"), GENERATE, None),
+    "tokenizer_vocabulary": (
+        setting(
+            "tokenizer_config.json",
+            vocab_file="OUT/secret.txt",
+            merges_file="OUT/secret.txt",
+            tokenizer_class="GPT2Tokenizer",
+        ),
+        GENERATE,
+        None,
+    ),
     "template_endless": (text("chat_template.jinja", "{% for i in range(10**12) %}x{% endfor %}"), GENERATE, 0),
     "template_socket": (listening, GENERATE, 2),
     "generation_pipe": (pipe("generation_config.json"), GENERATE, 2),
@@ -189,10 +202,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "model"
 
 
-@pytest.mark.parametrize("trick", cases(TRICKS, """
+@pytest.mark.parametrize(
+    "trick",
+    cases(
+        TRICKS,
+        """
     config_large config_list code_elsewhere class names_itself type_list layers_check layers_negative vocabulary
     weights_link weights_zero header_no_object offsets_texts index_absolute index_lists pickle_beside tokenizer_pipe
-    generation_link template_endless"""))
+    generation_link template_endless""",
+    ),
+)
 def test_a_model(trick: str, made: Path, tmp_path: Path, cache: Path) -> None:
     change, words, expected = TRICKS[trick]
     forbidden, model = outside(tmp_path / "outside"), Path(shutil.copytree(made, tmp_path / "model"))

@@ -32,8 +32,10 @@ def sealed(run: Path) -> None:
     """Make the manifest fit the changed small files, as an attacker would."""
     step = run / STEP
     manifest = read_manifest(step)
-    records = {name: record_of((step / name).read_bytes()) if name in ("config.yaml", "state.json") else record
-               for name, record in manifest.files.items()}  # fmt: skip
+    records = {
+        name: record_of((step / name).read_bytes()) if name in ("config.yaml", "state.json") else record
+        for name, record in manifest.files.items()
+    }
     (step / "manifest.json").write_bytes(replace(manifest, files=records).encode())
 
 
@@ -210,8 +212,11 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "workers": (configured(data__tokenize_workers=1 << 20, **SYNTHETIC), EVAL, None),
     "state_pipe": (pipe(f"{STEP}/state.json"), GENERATE, 2),
     "state_link": (link(f"{STEP}/state.json"), CHECK, 1),
-    "state_nested": (lambda run, out: (
-        (run / STEP / "state.json").write_text('{"x":' * 90_000) and None, sealed(run))[1], LIST, 1),
+    "state_nested": (
+        lambda run, out: ((run / STEP / "state.json").write_text('{"x":' * 90_000) and None, sealed(run))[1],
+        LIST,
+        1,
+    ),
     "state_text": (state(precision=MARKUP, topology={MARKUP: 2}), LIST, 0),
     "manifest_pipe": (pipe(f"{STEP}/manifest.json"), LIST, 1),
     "manifest_link": (link(f"{STEP}/manifest.json"), GENERATE, 2),
@@ -221,14 +226,26 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "manifest_boxes": (manifest(_many_boxes), LIST, 1),
     "manifest_entangled": (manifest(_entangled), LIST, 1),
     "manifest_astronomic": (manifest(_astronomic), GENERATE, 2),
-    "weights_link": (lambda run, out: replaced_by_link(
-        next((run / STEP).glob("model-*.safetensors")), out / "secret.json"), GENERATE, 2),
+    "weights_link": (
+        lambda run, out: replaced_by_link(next((run / STEP).glob("model-*.safetensors")), out / "secret.json"),
+        GENERATE,
+        2,
+    ),
     "weights_pipe": (lambda run, out: replaced_by_pipe(next((run / STEP).glob("model-*.safetensors"))), CHECK, 1),
-    "weights_zero": (lambda run, out: replaced_by_link(
-        next((run / STEP).glob("model-*.safetensors")), "/dev/zero"), CHECK, 1),
+    "weights_zero": (
+        lambda run, out: replaced_by_link(next((run / STEP).glob("model-*.safetensors")), "/dev/zero"),
+        CHECK,
+        1,
+    ),
     "weights_header": (header(b"{}", 1 << 62), GENERATE, 2),
-    "weights_overlap": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],'
-                               b'"data_offsets":[4,12]}}'), EXPORT, 2),
+    "weights_overlap": (
+        header(
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],'
+            b'"data_offsets":[4,12]}}'
+        ),
+        EXPORT,
+        2,
+    ),
     "step_link": (moved(STEP), GENERATE, 2),
     "step_link_resume": (moved(STEP), RESUME, 2),
     "step_link_init": (moved(STEP), INIT, 2),
@@ -251,11 +268,23 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "metrics_large": (large("metrics.csv"), REPORT, 0),
     "metrics_link": (link("metrics.csv", "secret.txt"), REPORT, 0),
     "overrides_zero": (lambda run, out: replaced_by_link(run / "overrides.txt", "/dev/zero"), REPORT, 0),
-    "error_pipe": (lambda run, out: (
-        (run / "logs").mkdir(), replaced_by_pipe(run / "logs/rank-0.error.json"))[1], REPORT, 0),
+    "error_pipe": (
+        lambda run, out: ((run / "logs").mkdir(), replaced_by_pipe(run / "logs/rank-0.error.json"))[1],
+        REPORT,
+        0,
+    ),
     "report_link": (link("report.html", "secret.txt"), REPORT, 0),
-    "markup": (both(configured(run__name=MARKUP), text("summary.json", json.dumps(
-        {"status": MARKUP, "samples": [{"prompt": MARKUP, "text": MARKUP}], "error": MARKUP}))), REPORT, 0),
+    "markup": (
+        both(
+            configured(run__name=MARKUP),
+            text(
+                "summary.json",
+                json.dumps({"status": MARKUP, "samples": [{"prompt": MARKUP, "text": MARKUP}], "error": MARKUP}),
+            ),
+        ),
+        REPORT,
+        0,
+    ),
     "two_reports": (configured(run__name=MARKUP), ("report", "RUN", "RUN/../run", "--out", "both.html"), 0),
     "lock_link": (link(".lock", "secret.txt"), PRUNE, 2),
     "lock_pipe": (pipe(".lock"), PRUNE, 2),
@@ -271,13 +300,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "run"
 
 
-@pytest.mark.parametrize("trick", cases(TRICKS, """
+@pytest.mark.parametrize(
+    "trick",
+    cases(
+        TRICKS,
+        """
     nested no_mapping config_pipe_of_the_step config_link config_large paths_below validation_paths tokenizer template
     environment environment_number layers_no_number layers_in_bounds vocabulary documents workers state_nested
     state_text manifest_link manifest_large manifest_elsewhere manifest_boxes weights_pipe weights_overlap
     step_link_init
     checkpoints_link_export step_number vocabulary_link tokenizer_pipe tokenizer_template summary_nested summary_link
-    environment_large metrics_link overrides_zero two_reports lock_pipe pickle"""))
+    environment_large metrics_link overrides_zero two_reports lock_pipe pickle""",
+    ),
+)
 def test_a_run(trick: str, made: Path, tmp_path: Path, cache: Path) -> None:
     change, words, expected = TRICKS[trick]
     work, forbidden = tmp_path / "work", outside(tmp_path / "outside")

@@ -19,9 +19,26 @@ from tests.models.tiny import tiny_model
 
 VOCABULARY = 300
 WORDS = [
-    "the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "a", "small", "cat", "sleeps",
-    "near", "an", "old", "oak", "tree",
-]  # fmt: skip
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "while",
+    "a",
+    "small",
+    "cat",
+    "sleeps",
+    "near",
+    "an",
+    "old",
+    "oak",
+    "tree",
+]
 
 
 def write_texts(folder: Path, documents: int) -> Path:
@@ -39,9 +56,11 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
     fast.save_pretrained(str(folder))
@@ -57,9 +76,16 @@ def write_run(root: Path, family: str, texts: Path, cache: Path, scale: float = 
     paths = RunPaths(root)
     tokenizer = write_tokenizer(paths.tokenizer)
     data = DataConfig(
-        source="text_files", paths=[str(texts / "*.txt")], tokenizer=str(tokenizer), seq_len=32, global_batch_size=5,
-        validation_fraction=0.3, cache_dir=str(cache), tokenize_workers=1, micro_batch_size="auto",
-    )  # fmt: skip
+        source="text_files",
+        paths=[str(texts / "*.txt")],
+        tokenizer=str(tokenizer),
+        seq_len=32,
+        global_batch_size=5,
+        validation_fraction=0.3,
+        cache_dir=str(cache),
+        tokenize_workers=1,
+        micro_batch_size="auto",
+    )
     config = RunConfig(seed=11, model=tiny_model(family, vocab_size=VOCABULARY + 4, bos_token_id=None), data=data)
     freeze(config, paths.config)
     paths.environment.write_text(json.dumps({"created": time.time()}))

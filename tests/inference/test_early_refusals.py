@@ -40,8 +40,12 @@ def test_it_is_one_line_and_nothing_slow_was_imported(tmp_path: Path, words: lis
         print(code, sorted({{"torch", "transformers", "pytorch_lightning"}} & set(sys.modules)))
     """)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     assert done.stdout == "2 []\n", done.stderr
     assert said in done.stderr and done.stderr.count("\n") == 1

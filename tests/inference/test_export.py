@@ -90,8 +90,16 @@ def test_an_export_generates_as_the_makers_folder_does(cache: bool, keeps_settin
     theirs = made("llama")
     theirs.config.update({"use_cache": cache, "eos_token_id": [7, 9], "pad_token_id": 9, "output_router_logits": True})
     theirs.save_pretrained(maker)
-    settings = {"eos_token_id": [7, 9], "do_sample": True, "temperature": 0.7, "top_k": 11, "use_cache": cache,
-                "repetition_penalty": 1.1, "transformers_version": "4.40.0", "_of_the_maker": 1}  # fmt: skip
+    settings = {
+        "eos_token_id": [7, 9],
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 11,
+        "use_cache": cache,
+        "repetition_penalty": 1.1,
+        "transformers_version": "4.40.0",
+        "_of_the_maker": 1,
+    }
     (maker / "generation_config.json").write_text(json.dumps(settings))
     if not keeps_settings:
         (maker / "generation_config.json").unlink()
@@ -127,7 +135,10 @@ def run_of(folder: Path, family: str, **config: object) -> Path:
     folder.mkdir()
     freeze(run, folder / "config.yaml")
     model = materialise(build_meta(run.model), 1, "cpu")
-    shards = [LocalShard(TensorSlice.whole(name, tuple(p.shape)), tuple(p.shape), p.data) for name, p in model.named_parameters()]
+    shards = [
+        LocalShard(TensorSlice.whole(name, tuple(p.shape)), tuple(p.shape), p.data)
+        for name, p in model.named_parameters()
+    ]
     save(folder / "checkpoints", 3, shards, [], {}, folder / "config.yaml")
     return folder
 

@@ -21,8 +21,16 @@ from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"vocab_size": 304, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+SIZES = {
+    "vocab_size": 304,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 MODEL = ["model=llama_tiny", *(f"model.config.{key}={value}" for key, value in SIZES.items())]
 
 
@@ -33,8 +41,16 @@ def model() -> PreTrainedModel:
 def lightning_file(path: Path, prefix: str = "net.", **more: torch.Tensor) -> Path:
     """What a LightningModule that holds the model under ``prefix`` saves."""
     state = {prefix + name: tensor for name, tensor in model().state_dict().items()}
-    torch.save({"state_dict": {**state, **more}, "epoch": 1, "pytorch-lightning_version": "2.6.6",
-                "optimizer_states": [{"state": {}}], "hyper_parameters": {"lr": 0.1}}, path)  # fmt: skip
+    torch.save(
+        {
+            "state_dict": {**state, **more},
+            "epoch": 1,
+            "pytorch-lightning_version": "2.6.6",
+            "optimizer_states": [{"state": {}}],
+            "hyper_parameters": {"lr": 0.1},
+        },
+        path,
+    )
     return path
 
 
@@ -55,8 +71,20 @@ def test_a_lightning_file_becomes_a_folder_that_runs_start_from(
 ) -> None:
     source, out = lightning_file(tmp_path / "last.ckpt", **{"accuracy.total": torch.zeros(3)}), tmp_path / "out"
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
-    said = imported(capsys, "--from", source, "--out", out, "--prefix", "net.", "--ignore", "accuracy.*",
-                    "--tokenizer", tokenizer, *MODEL)  # fmt: skip
+    said = imported(
+        capsys,
+        "--from",
+        source,
+        "--out",
+        out,
+        "--prefix",
+        "net.",
+        "--ignore",
+        "accuracy.*",
+        "--tokenizer",
+        tokenizer,
+        *MODEL,
+    )
     assert f"model.path={out}" in said
     same_logits(out)
     assert AutoModelForCausalLM.from_pretrained(out, local_files_only=True).config.eos_token_id == 0
@@ -68,8 +96,9 @@ def test_what_does_not_fit_is_listed_and_nothing_is_written(tmp_path: Path, caps
     said = imported(capsys, "--from", source, "--out", out, *MODEL, code=2)
     assert "missing: " in said and "unexpected: accuracy.total, net.lm_head.weight" in said
     assert "use --prefix net." in said
-    said = imported(capsys, "--from", source, "--out", out, "--prefix", "net.", *MODEL,
-                    "model.config.intermediate_size=128", code=2)  # fmt: skip
+    said = imported(
+        capsys, "--from", source, "--out", out, "--prefix", "net.", *MODEL, "model.config.intermediate_size=128", code=2
+    )
     assert "1 unexpected: accuracy.total" in said and "6 of another shape" in said
     assert "model.layers.0.mlp.down_proj.weight [64, 96] for [64, 128]" in said
     assert not out.exists()
@@ -107,8 +136,10 @@ def test_a_file_that_brings_code_is_refused_also_with_trust(tmp_path: Path, caps
         (lambda path: None, "nothing is there; correct the path"),
         (lambda path: (path.mkdir(), (path / "latest").write_text("x")), "repeat with --trust"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_imported_says_why(make, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]  # noqa: E501
+)
+def test_what_cannot_be_imported_says_why(
+    make, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
     source = tmp_path / "last.ckpt"
     make(source)
     assert expected in imported(capsys, "--from", source, "--out", tmp_path / "out", *MODEL, code=2)
@@ -127,10 +158,15 @@ def _save_zero(folder: str, stage: int) -> None:
 
     held = torch.nn.ModuleDict({"model": model()})
     engine, *_ = deepspeed.initialize(
-        model=held, optimizer=torch.optim.AdamW(held.parameters(), lr=1e-3), dist_init_required=False,
-        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
-                "zero_allow_untested_optimizer": True},
-    )  # fmt: skip
+        model=held,
+        optimizer=torch.optim.AdamW(held.parameters(), lr=1e-3),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
     engine.save_checkpoint(folder, tag="global_step0")
 
 

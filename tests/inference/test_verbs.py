@@ -154,9 +154,7 @@ def test_eval_is_the_mean_over_valid_tokens(run: Run, capsys: pytest.CaptureFixt
     assert lines["over"].startswith(f"{tokens} tokens")
 
 
-def test_eval_takes_other_data_and_nothing_else(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_takes_other_data_and_nothing_else(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held_out = write_texts(tmp_path / "held", 2)
     assert main(["eval", str(run[0]), f"data.validation_paths=[{held_out}/*.txt]"]) == 0
     over = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("over"))

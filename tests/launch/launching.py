@@ -19,8 +19,11 @@ def start_launcher(folder: Path, behaviour: str, world_size: int, **options: obj
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, str(LAUNCHER), str(folder), behaviour, str(world_size), json.dumps(options)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
 
 
 def run_launcher(folder: Path, behaviour: str, world_size: int, **options: object) -> tuple[int, str, list[object]]:

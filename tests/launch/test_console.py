@@ -27,8 +27,9 @@ sys.exit(75)
 
 def ended(out: int, read_end: int) -> int:
     """Exit code of a program that prints to ``out`` after ``read_end`` was closed."""
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=out, stderr=out,
-                               env={"PYTHONPATH": str(ROOT)})  # fmt: skip
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=out, stderr=out, env={"PYTHONPATH": str(ROOT)}
+    )
     os.close(out)
     os.close(read_end)
     program.communicate(b"go\n", timeout=60)

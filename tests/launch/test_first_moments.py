@@ -23,9 +23,13 @@ def catches(pid: int, number: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_run_that_was_asked_for_is_stopped_in_one_line(number: signal.Signals, tmp_path: Path) -> None:
     program = subprocess.Popen(
-        [sys.executable, "-m", "mgpu_pipe", "experiment=quickstart"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "mgpu_pipe", "experiment=quickstart"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         until(lambda: catches(program.pid, signal.SIGHUP), "the program's own handler")
         program.send_signal(number)
@@ -39,10 +43,17 @@ def test_a_run_that_was_asked_for_is_stopped_in_one_line(number: signal.Signals,
 @pytest.mark.parametrize(
     ("words", "asks"),
     [
-        (["optimizer.lr=1"], True), (["train"], True), (["-m", "seed=1,2"], True), (["~optimizer.lr"], True),
-        (["train", "--help"], False), (["--cfg", "job"], False), (["--cfg=job"], False), (["check", "seed=1"], False),
-        (["export", "outputs/x=1"], False), (["--version"], False),
+        (["optimizer.lr=1"], True),
+        (["train"], True),
+        (["-m", "seed=1,2"], True),
+        (["~optimizer.lr"], True),
+        (["train", "--help"], False),
+        (["--cfg", "job"], False),
+        (["--cfg=job"], False),
+        (["check", "seed=1"], False),
+        (["export", "outputs/x=1"], False),
+        (["--version"], False),
     ],
-)  # fmt: skip
+)
 def test_which_commands_ask_for_a_run(words: list[str], asks: bool) -> None:
     assert asks_for_a_run(words) == asks

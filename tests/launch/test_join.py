@@ -31,10 +31,16 @@ from tests.launch.launching import until
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {  # two nodes x two tasks, as Debian's slurm-wlm 22.05 sets them
-    "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "no-such-host-[0-1]",
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "no-such-host-[0-1]",
     "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
-}  # fmt: skip
+}
 
 
 def test_a_plain_start_launches_its_own_workers() -> None:
@@ -56,13 +62,17 @@ def test_variables_that_are_set_to_nothing_make_no_world() -> None:
         *((TORCHRUN, "RANK", value) for value in ("x", "2", "-1", "1.0")),
         *((TORCHRUN, "WORLD_SIZE", value) for value in ("0", "two")),
         *((TORCHRUN, "MASTER_PORT", value) for value in ("", "none", "0", "65536")),
-        (TORCHRUN, "LOCAL_WORLD_SIZE", "3"), (TORCHRUN, "LOCAL_RANK", "2"),
+        (TORCHRUN, "LOCAL_WORLD_SIZE", "3"),
+        (TORCHRUN, "LOCAL_RANK", "2"),
         *((SRUN, name, "x") for name in SRUN if name not in ("SLURM_STEP_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")),
         *((SRUN, name, "") for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_STEP_NODELIST")),
-        (SRUN, "SLURM_PROCID", "4"), (SRUN, "SLURM_NODEID", "2"), (SRUN, "SLURM_LOCALID", "2"),
-        (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(xy)"), (SRUN, "MASTER_PORT", "x"),
+        (SRUN, "SLURM_PROCID", "4"),
+        (SRUN, "SLURM_NODEID", "2"),
+        (SRUN, "SLURM_LOCALID", "2"),
+        (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(xy)"),
+        (SRUN, "MASTER_PORT", "x"),
     ],
-)  # fmt: skip
+)
 def test_a_world_that_cannot_be_is_refused_by_the_variable(world: dict[str, str], name: str, value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         existing_world({**world, name: value})
@@ -108,7 +118,7 @@ def test_tasks_of_each_node() -> None:
         (SRUN, 4, 2),
         ({**TORCHRUN, "MGPU_LIFELINE_FD": "5"}, 2, 2),
     ],
-)  # fmt: skip
+)
 def test_sizes_of_a_joined_world_are_its_environments_not_the_visible_gpus(
     environment: dict[str, str], world: int, here: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,11 +60,16 @@ def changed(config: RunConfig, key: str, value: object) -> RunConfig:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("run.name", "other"), ("data.micro_batch_size", 2), ("trainer.devices", 4), ("trainer.max_steps", 20),
-        ("checkpoint.keep_last", 0), ("strategy.name", "ddp"), ("trainer.log_every_n_steps", 7),
+        ("run.name", "other"),
+        ("data.micro_batch_size", 2),
+        ("trainer.devices", 4),
+        ("trainer.max_steps", 20),
+        ("checkpoint.keep_last", 0),
+        ("strategy.name", "ddp"),
+        ("trainer.log_every_n_steps", 7),
         ("precision.name", "fp32"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_change_the_result_changes_without_a_word(
     config: RunConfig, prepared: PreparedData, step: Path, key: str, value: object
 ) -> None:
@@ -74,11 +79,15 @@ def test_what_does_not_change_the_result_changes_without_a_word(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("optimizer.lr", 1.0), ("optimizer.weight_decay", 0.0), ("scheduler.name", "linear"),
-        ("precision.name", "bf16"), ("precision.tf32", True),
-        ("trainer.gradient_clip_val", None), ("model.attn_implementation", "eager"),
+        ("optimizer.lr", 1.0),
+        ("optimizer.weight_decay", 0.0),
+        ("scheduler.name", "linear"),
+        ("precision.name", "bf16"),
+        ("precision.tf32", True),
+        ("trainer.gradient_clip_val", None),
+        ("model.attn_implementation", "eager"),
     ],
-)  # fmt: skip
+)
 def test_what_a_user_may_want_to_change_is_told(
     config: RunConfig, prepared: PreparedData, step: Path, key: str, value: object
 ) -> None:
@@ -89,10 +98,13 @@ def test_what_a_user_may_want_to_change_is_told(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("seed", 7), ("model.config", {"vocab_size": 300, "num_hidden_layers": 3}), ("data.seq_len", 64),
-        ("data.global_batch_size", 64), ("optimizer._target_", "torch.optim.SGD"),
+        ("seed", 7),
+        ("model.config", {"vocab_size": 300, "num_hidden_layers": 3}),
+        ("data.seq_len", 64),
+        ("data.global_batch_size", 64),
+        ("optimizer._target_", "torch.optim.SGD"),
     ],
-)  # fmt: skip
+)
 def test_what_may_not_change_is_refused(
     config: RunConfig, prepared: PreparedData, step: Path, key: str, value: object
 ) -> None:

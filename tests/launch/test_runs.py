@@ -25,10 +25,19 @@ pytestmark = pytest.mark.slow
 
 STEPS = 24
 COMMON = (
-    "strategy=ddp", "model=llama_tiny", "data=synthetic", "data.seq_len=64", "data.global_batch_size=8",
-    "data.synthetic.num_documents=200", "optimizer.lr=3e-4", "trainer.accelerator=cpu", "logger=none",
-    "checkpoint.every_n_steps=4", f"trainer.max_steps={STEPS}", "launch.threads_per_worker=1",
-)  # fmt: skip
+    "strategy=ddp",
+    "model=llama_tiny",
+    "data=synthetic",
+    "data.seq_len=64",
+    "data.global_batch_size=8",
+    "data.synthetic.num_documents=200",
+    "optimizer.lr=3e-4",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "checkpoint.every_n_steps=4",
+    f"trainer.max_steps={STEPS}",
+    "launch.threads_per_worker=1",
+)
 PROGRAM = (sys.executable, "-m", "mgpu_pipe")
 
 
@@ -41,13 +50,15 @@ def environment_at(place: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "MGPU_PIPE_CACHE": str(place / "cache")}
 
 
-def start(
-    place: Path, *overrides: str, program: Sequence[str] = PROGRAM, devices: int = 2
-) -> subprocess.Popen[str]:
+def start(place: Path, *overrides: str, program: Sequence[str] = PROGRAM, devices: int = 2) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*program, *COMMON, f"trainer.devices={devices}", f"run.root={place / 'outputs'}", *overrides],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=place, env=environment_at(place),
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=place,
+        env=environment_at(place),
+    )
 
 
 def run_to_end(process: subprocess.Popen[str], code: int = 0) -> tuple[Path, str]:
@@ -87,9 +98,17 @@ def reference(place: Path) -> list[tuple[str, str, str]]:
 def test_a_run_leaves_a_complete_folder(place: Path, reference: list[tuple[str, str, str]]) -> None:
     (folder,) = (place / "outputs" / "reference").iterdir()
     for name in (
-        "config.yaml", "overrides.txt", "environment.json", "metrics.csv", "summary.json", "report.html",
-        "tokenizer/tokenizer.json", "logs/rank-0.log", "logs/rank-1.log", "config-attempt-1.yaml",
-    ):  # fmt: skip
+        "config.yaml",
+        "overrides.txt",
+        "environment.json",
+        "metrics.csv",
+        "summary.json",
+        "report.html",
+        "tokenizer/tokenizer.json",
+        "logs/rank-0.log",
+        "logs/rank-1.log",
+        "config-attempt-1.yaml",
+    ):
         assert (folder / name).stat().st_size, name
     summary, environment = summary_of(folder), json.loads((folder / "environment.json").read_text())
     assert (summary["status"], summary["step"], summary["world_size"]) == ("finished", STEPS, 2)
@@ -177,10 +196,23 @@ def test_a_terminal_that_is_closed_stops_the_run_after_saving(place: Path) -> No
     folder = place / "closed"
     shell = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     process = subprocess.Popen(
-        [sys.executable, "-c", shell, *PROGRAM, *COMMON, "trainer.devices=1", f"run.dir={folder}",
-         "trainer.max_steps=100000"],
-        stdin=theirs, stdout=theirs, stderr=theirs, cwd=place, env=environment_at(place), start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            shell,
+            *PROGRAM,
+            *COMMON,
+            "trainer.devices=1",
+            f"run.dir={folder}",
+            "trainer.max_steps=100000",
+        ],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=place,
+        env=environment_at(place),
+        start_new_session=True,
+    )
     os.close(theirs)
     reader = threading.Thread(target=_read_all, args=(ours,), daemon=True)
     reader.start()
@@ -205,8 +237,11 @@ def test_on_a_terminal_a_bar_is_drawn_and_the_log_stays_plain(place: Path) -> No
     folder = place / "terminal"
     with subprocess.Popen(
         [*PROGRAM, *COMMON, "trainer.devices=1", f"run.dir={folder}", "trainer.max_steps=3"],
-        stdout=subprocess.DEVNULL, stderr=theirs, cwd=place, env={**environment_at(place), "TERM": "xterm-256color"},
-    ) as process:  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        cwd=place,
+        env={**environment_at(place), "TERM": "xterm-256color"},
+    ) as process:
         os.close(theirs)
         shown = b""
         while True:

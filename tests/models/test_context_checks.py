@@ -48,7 +48,7 @@ def test_families_that_cannot_are_told_with_those_that_can(model_type: str) -> N
         ("llama", {"attention_dropout": 0.2}, "model.config.attention_dropout=0.2"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "model.config.use_bidirectional_attention=true"),
     ],
-)  # fmt: skip
+)
 def test_attention_that_is_not_computed_is_refused_by_its_field(
     model_type: str, config: dict[str, Any], key: str
 ) -> None:

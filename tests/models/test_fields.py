@@ -27,8 +27,7 @@ def test_fields_are_those_of_the_configuration_class(family: str) -> None:
     assert known is not None
     assert public - known <= {"ignore_keys_at_rope_validation", "model_type"}
     assert set(type(config).attribute_map) <= known
-    read_by_name = {"rope_scaling", "rope_theta", "partial_rotary_factor", "experts_implementation",
-                    "per_layer_config"}  # fmt: skip
+    read_by_name = {"rope_scaling", "rope_theta", "partial_rotary_factor", "experts_implementation", "per_layer_config"}
     if family in ("llama", "gpt2", "qwen3", "mixtral"):
         assert {name for name in known if not hasattr(config, name)} <= read_by_name
 
@@ -79,8 +78,14 @@ def test_wrong_types_of_model() -> None:
 
 
 def test_fields_that_pass_are_taken_by_the_class() -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     model = ModelConfig(type="llama", config={"hidden_size": 64, "num_attention_heads": 4, "rope_parameters": rope})
     check_model_config(model)
     config = model_config(model)

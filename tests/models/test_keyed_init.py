@@ -13,9 +13,24 @@ from mgpu_pipe.models.build import build_meta, draw_parameter, materialise, reci
 from tests.models.tiny import tiny_model
 
 FAMILIES = [
-    "llama", "gpt2", "qwen3", "mixtral", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi3", "qwen2", "falcon",
-    "opt", "bloom", "gpt_neox", "olmoe", "rwkv", "apertus",
-]  # fmt: skip
+    "llama",
+    "gpt2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "qwen2",
+    "falcon",
+    "opt",
+    "bloom",
+    "gpt_neox",
+    "olmoe",
+    "rwkv",
+    "apertus",
+]
 
 
 def ordinary(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:

@@ -28,8 +28,13 @@ def model_with(kind: dict[str, Any], family: str = "llama") -> Any:
     return model
 
 
-LONGROPE = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": BORDER,
-            "short_factor": [1.0] * WIDTH, "long_factor": [4.0] * WIDTH}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "original_max_position_embeddings": BORDER,
+    "short_factor": [1.0] * WIDTH,
+    "long_factor": [4.0] * WIDTH,
+}
 ALWAYS_LONG = {**LONGROPE, "short_factor": LONGROPE["long_factor"]}
 
 

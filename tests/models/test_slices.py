@@ -34,10 +34,12 @@ def _filled(folders: list[str]) -> list[dict[str, list[tuple[PartOf, torch.Tenso
         apply_fully_shard(model, ParallelDims(dp_shard=dist.get_world_size()).device_mesh("cpu")["dp_shard"], "fp32")
         fill_from_folder(model, source, "cpu")
         assert not any(buffer.is_meta for buffer in model.buffers())
-        found.append({
-            name: [(part, block.of(local_tensor(p).detach()).clone()) for block, part in parts_held(p, None)]
-            for name, p in model.named_parameters()
-        })  # fmt: skip
+        found.append(
+            {
+                name: [(part, block.of(local_tensor(p).detach()).clone()) for block, part in parts_held(p, None)]
+                for name, p in model.named_parameters()
+            }
+        )
     return found
 
 
@@ -60,7 +62,8 @@ def test_every_rank_reads_its_own_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "kind"),
     [
-        ({"intermediate_size": 64}, "another shape"), ({"num_hidden_layers": 3}, "missing"),
+        ({"intermediate_size": 64}, "another shape"),
+        ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "unexpected"),
     ],
 )

@@ -12,8 +12,14 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.tensor_plans import brought_plan, has_tensor_plan, tensor_parallel_errors
 
-LLAMA = {"vocab_size": 96, "hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4,
-         "intermediate_size": 96, "num_hidden_layers": 2}  # fmt: skip
+LLAMA = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+}
 
 
 def messages(

@@ -85,8 +85,12 @@ def expected(
         gradients.append({name: p.grad.clone() for name, p in built.named_parameters()})
         if lr is not None:
             optimizer.step()
-    return {"losses": losses, "first": gradients[0], "last": gradients[-1],
-            "weights": {name: p.detach().clone() for name, p in built.named_parameters()}}  # fmt: skip
+    return {
+        "losses": losses,
+        "first": gradients[0],
+        "last": gradients[-1],
+        "weights": {name: p.detach().clone() for name, p in built.named_parameters()},
+    }
 
 
 def worst_error(found: list[dict[str, tuple[str, bool, torch.Tensor]]], whole: Mapping[str, torch.Tensor]) -> float:

@@ -94,10 +94,16 @@ def worst(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("method", "size", "length", "heads", "key_heads"),
     [
-        ("ring", 2, 24, 4, 4), ("ring", 2, 23, 4, 1), ("ring", 3, 36, 4, 2), ("ring", 4, 61, 6, 2),
-        ("ulysses", 2, 24, 4, 4), ("ulysses", 2, 23, 4, 1), ("ulysses", 3, 36, 6, 2), ("ulysses", 4, 61, 8, 2),
+        ("ring", 2, 24, 4, 4),
+        ("ring", 2, 23, 4, 1),
+        ("ring", 3, 36, 4, 2),
+        ("ring", 4, 61, 6, 2),
+        ("ulysses", 2, 24, 4, 4),
+        ("ulysses", 2, 23, 4, 1),
+        ("ulysses", 3, 36, 6, 2),
+        ("ulysses", 4, 61, 8, 2),
     ],
-)  # fmt: skip
+)
 def test_output_and_gradients_are_those_of_whole_attention(
     method: Method, size: int, length: int, heads: int, key_heads: int
 ) -> None:
@@ -122,9 +128,12 @@ def test_bf16_is_as_close_to_fp32_as_one_bf16_process(method: Method) -> None:
 @pytest.mark.parametrize("length", [16, 13])
 def test_every_token_is_on_one_rank_and_padding_counts_nothing(method: Method, length: int) -> None:
     batch: dict[str, Any] = {
-        "input_ids": torch.arange(2 * length).reshape(2, length), "labels": torch.ones(2, length, dtype=torch.int64),
-        "position_ids": torch.arange(length).expand(2, -1), "weight": torch.rand(2, length, 3), "scale": torch.rand(5),
-    }  # fmt: skip
+        "input_ids": torch.arange(2 * length).reshape(2, length),
+        "labels": torch.ones(2, length, dtype=torch.int64),
+        "position_ids": torch.arange(length).expand(2, -1),
+        "weight": torch.rand(2, length, 3),
+        "scale": torch.rand(5),
+    }
     size = 4
     parts = [split_micro_batch(batch, size, rank, method) for rank in range(size)]
     whole = padded_length(length, size, method)

@@ -40,9 +40,19 @@ def scores(query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float) -
 
 
 def forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_starts: torch.Tensor, key_starts: torch.Tensor,
-    longest_query: int, longest_key: int, dropout: float, causal: bool, debug: bool, *, scale: float,
-) -> Any:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+) -> Any:
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous() and not dropout and not debug
     out, lse = torch.full_like(query, float("nan")), torch.full((query.shape[1], len(query)), float("nan"))
     for a, b, c, d in spans(query_starts, key_starts, longest_query, longest_key, causal):
@@ -54,10 +64,23 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, query_starts: torch.Tensor, key_starts: torch.Tensor, longest_query: int, longest_key: int,
-    dropout: float, causal: bool, rng_state: torch.Tensor, unused: torch.Tensor, *, scale: float,
-) -> Any:  # fmt: skip
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    longest_query: int,
+    longest_key: int,
+    dropout: float,
+    causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float,
+) -> Any:
     assert grad.is_contiguous() and out.is_contiguous() and lse.shape == (query.shape[1], len(query))
     groups = query.shape[1] // key.shape[1]
     grads = [torch.zeros_like(tensor) for tensor in (query, key, value)]
@@ -67,8 +90,10 @@ def backward(
         inner = (grad[a:b] * out[a:b]).sum(-1).t()[..., None]
         of_scores = weights * (of_weights - inner) * scale
         grads[0][a:b] += torch.einsum("hqk,khd->qhd", of_scores, key[c:d].repeat_interleave(groups, 1))
-        for at, whole in ((1, torch.einsum("hqk,qhd->khd", of_scores, query[a:b])),
-                          (2, torch.einsum("hqk,qhd->khd", weights, grad[a:b]))):  # fmt: skip
+        for at, whole in (
+            (1, torch.einsum("hqk,qhd->khd", of_scores, query[a:b])),
+            (2, torch.einsum("hqk,qhd->khd", weights, grad[a:b])),
+        ):
             grads[at][c:d] += whole.unflatten(1, (-1, groups)).sum(2)
     return tuple(grads)
 

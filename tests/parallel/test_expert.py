@@ -96,9 +96,12 @@ def trained(name: str, sizes: dict[str, int], options: dict[str, Any]) -> dict[s
     taken = load.take(dist.group.WORLD, dims.world_size // differ)
     owned = {name: layout.ranges for name, layout in layouts_of(model).items()}
     return {
-        "worst": worst_error(found, expected), "loss": abs(total.item() / valid_tokens(batch) / expected_loss - 1),
-        "load": taken, "again": load.take(dist.group.WORLD), "owned": owned,
-    }  # fmt: skip
+        "worst": worst_error(found, expected),
+        "loss": abs(total.item() / valid_tokens(batch) / expected_loss - 1),
+        "load": taken,
+        "again": load.take(dist.group.WORLD),
+        "owned": owned,
+    }
 
 
 def within_bounds(results: list[dict[str, Any]]) -> None:
@@ -229,8 +232,12 @@ def test_groups(sizes: dict[str, int], rank: int, experts: list[int], expert_dat
 
 def _mesh_groups(sizes: dict[str, int]) -> tuple[list[int], list[int]]:
     mesh = ParallelDims(**sizes).expert_mesh("cpu")
-    everyone = mesh.mesh[tuple(slice(None) if axis in ("dp_replicate", "expert_shard") else at
-                               for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))]
+    everyone = mesh.mesh[
+        tuple(
+            slice(None) if axis in ("dp_replicate", "expert_shard") else at
+            for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
+        )
+    ]
     return dist.get_process_group_ranks(mesh.get_group("ep")), sorted(everyone.flatten().tolist())
 
 

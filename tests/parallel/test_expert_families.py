@@ -29,13 +29,34 @@ from tests.support.processes import run_processes
 pytestmark = pytest.mark.slow
 
 FIELDS = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24, "max_position_embeddings": 64, "head_dim": 8, "rotary_dim": 8,
-    "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "num_dense_layers": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "rotary_dim": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 """Sizes by the names that the families give them."""
 LATENT = {"num_key_value_heads": 4}
 """Latent attention has one key-value head a head, and no head size of its own."""

@@ -55,15 +55,22 @@ def test_matrices_of_hidden_layers_are_its_own_and_the_rest_is_adamws(family: st
     assert plain == {name for name, p in model.named_parameters() if p.dim() == 1}
     assert matrices == set(names.values()) - decayed - plain
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
-        (2e-2, 0.1), (1e-3, 0.1), (1e-3, 0.0)
-    ]  # fmt: skip
+        (2e-2, 0.1),
+        (1e-3, 0.1),
+        (1e-3, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"momentum": -1}, "momentum is negative"), ({"ns_steps": 0}, "ns_steps"), ({"adjust_lr_fn": "x"}, "original"),
-     ({"adamw_betas": (0.9,)}, "adamw_betas"), ({"ns_coefficients": (1, 2)}, "three numbers")],
-)  # fmt: skip
+    [
+        ({"momentum": -1}, "momentum is negative"),
+        ({"ns_steps": 0}, "ns_steps"),
+        ({"adjust_lr_fn": "x"}, "original"),
+        ({"adamw_betas": (0.9,)}, "adamw_betas"),
+        ({"ns_coefficients": (1, 2)}, "three numbers"),
+    ],
+)
 def test_values_that_make_no_sense_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Muon([torch.nn.Parameter(torch.zeros(2, 2))], **options)

@@ -30,17 +30,29 @@ def steps_of(model_name: str, layers: int, schedule: str, steps: int) -> dict[st
         gradients.append(gradients_of(model))
         optimizer.step()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"losses": losses, "gradients": gradients, "weights": weights, "rank": pipeline.rank,
-            "last": pipeline.plan.last_rank}
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "weights": weights,
+        "rank": pipeline.rank,
+        "last": pipeline.plan.last_rank,
+    }
 
 
 CASES = [
     *((name, 4, schedule, 2) for name in ("llama", "gpt2") for schedule in SCHEDULES),
-    *((name, 8, schedule, 4) for name, schedule in zip(
-        ("qwen3", "gpt2", "mixtral", "llama", "gpt2", "qwen3"), SCHEDULES, strict=True)),
-    ("qwen3", 4, "1f1b", 2), ("mixtral", 4, "1f1b", 2), ("mixtral", 8, "zbv", 4), ("mixtral", 8, "dualpipev", 4),
-    ("mixtral", 4, "interleaved_zero_bubble", 2), ("llama", 8, "1f1b", 4), ("gpt2", 8, "1f1b", 4),
-]  # fmt: skip
+    *(
+        (name, 8, schedule, 4)
+        for name, schedule in zip(("qwen3", "gpt2", "mixtral", "llama", "gpt2", "qwen3"), SCHEDULES, strict=True)
+    ),
+    ("qwen3", 4, "1f1b", 2),
+    ("mixtral", 4, "1f1b", 2),
+    ("mixtral", 8, "zbv", 4),
+    ("mixtral", 8, "dualpipev", 4),
+    ("mixtral", 4, "interleaved_zero_bubble", 2),
+    ("llama", 8, "1f1b", 4),
+    ("gpt2", 8, "1f1b", 4),
+]
 
 
 @pytest.mark.parametrize(("model_name", "layers", "schedule", "ranks"), CASES)

@@ -45,11 +45,22 @@ def test_a_large_head_takes_layers_from_the_last_stage() -> None:
 
 def test_layers_of_experts_cost_what_a_token_passes_through() -> None:
     fields = {
-        "model_type": "qwen3_moe", "hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 64, "moe_intermediate_size": 4, "num_experts": 8,
-        "num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": [], "max_position_embeddings": 32,
+        "model_type": "qwen3_moe",
+        "hidden_size": 8,
+        "vocab_size": 16,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 32,
         "tie_word_embeddings": False,
-    }  # fmt: skip
+    }
     costs = layer_costs(fields, 16)
     dense, sparse = costs.layers[0], costs.layers[1]
     assert costs.layers == (dense, sparse, dense, sparse) and dense > sparse

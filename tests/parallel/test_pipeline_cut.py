@@ -21,13 +21,22 @@ from tests.support.tiny import COMMON, step_batch
 LOOP, V, LINE = ((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))
 LAYERS = (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
 EXTRA: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                  "mlp_only_layers": [1]},
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-                  "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
     "mistral": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
-}  # fmt: skip
+}
 
 
 def family(model_type: str) -> ModelConfig:
@@ -104,8 +113,11 @@ def test_a_tied_head_on_another_rank_is_a_copy_that_is_not_owned() -> None:
     for rank, model in enumerate(cut):
         cut_stages(model, LAYERS, LINE, rank)
     assert [tied_parameter(model) and tied_parameter(model)[0] for model in cut] == [
-        "transformer.wte.weight", None, None, "lm_head.weight"
-    ]  # fmt: skip
+        "transformer.wte.weight",
+        None,
+        None,
+        "lm_head.weight",
+    ]
     assert layouts_of(cut[0]) == {}
     assert layouts_of(cut[3]) == {"lm_head.weight": Layout.uncut("transformer.wte.weight", (96, 32), owned=False)}
 
@@ -128,7 +140,10 @@ def test_documents_stay_apart_in_every_stage() -> None:
 
 
 def test_a_family_that_is_not_known_to_run_in_parts_is_refused() -> None:
-    model = ModelConfig(name="falcon", type="falcon", config={
-        "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4})  # fmt: skip
+    model = ModelConfig(
+        name="falcon",
+        type="falcon",
+        config={"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
+    )
     with pytest.raises(ConfigError, match=r"strategy.pp=2: falcon cannot be cut into stages; use pp=1, or one of gpt2"):
         cut_stages(build_meta(model), (range(2), range(2, 4)), ((0,), (1,)), 0)

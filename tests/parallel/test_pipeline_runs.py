@@ -117,8 +117,13 @@ def most_alive(schedules: list[str]) -> dict[str, tuple[int, list[int]]]:
             view.model.get_submodule(name).register_forward_hook(hold)
         one = step_batch(0, 0, 1, 1)
         pipeline.run_step_batch(one.micro_batches, one.loss_denominator)
-        buffers = [info.buffer for stage in pipeline.stages for by_chunk in (stage.args_recv_info, stage.grad_recv_info)
-                   for infos in by_chunk.values() for info in infos]  # fmt: skip
+        buffers = [
+            info.buffer
+            for stage in pipeline.stages
+            for by_chunk in (stage.args_recv_info, stage.grad_recv_info)
+            for infos in by_chunk.values()
+            for info in infos
+        ]
         assert not any(buffer is not None for buffer in buffers)
         result[schedule] = (most, [stage.most_in_flight for stage in pipeline.stages])
     return result
@@ -164,8 +169,10 @@ def sharded(model_name: str, layers: int, schedules: list[str]) -> dict[str, Any
             dist.all_reduce(loss)
             losses.append(float(loss) / one.loss_denominator)
             pipeline.reduce_tied_gradients()
-        gradients = {name: (whole, owned, gradient.full_tensor())
-                     for name, (whole, owned, gradient) in gradients_of(built).items()}  # fmt: skip
+        gradients = {
+            name: (whole, owned, gradient.full_tensor())
+            for name, (whole, owned, gradient) in gradients_of(built).items()
+        }
         result[schedule] = {"losses": losses, "gradients": gradients, "shard": shard}
     return result
 
@@ -209,11 +216,12 @@ def test_a_stage_that_dies_leaves_no_rank_waiting_for_longer_than_the_timeout(sc
         receiver, sender = context.Pipe(duplex=False)
         processes = [
             context.Process(
-                target=_entry, daemon=True,
+                target=_entry,
+                daemon=True,
                 args=(rank, 4, str(Path(folder) / "store"), 240.0, dies_or_waits, (schedule, folder), sender),
             )
             for rank in range(4)
-        ]  # fmt: skip
+        ]
         for process in processes:
             process.start()
         try:

@@ -85,9 +85,12 @@ def test_a_recomputation_drops_what_the_first_pass_did(mode: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     ("dims", "case"),
-    [(ParallelDims(dp_replicate=2), {}), (ParallelDims(cp=2), {"drops": ("resid_pdrop",)}),
-     (ParallelDims(dp_shard=2), {"zero_stage": 2})],
-)  # fmt: skip
+    [
+        (ParallelDims(dp_replicate=2), {}),
+        (ParallelDims(cp=2), {"drops": ("resid_pdrop",)}),
+        (ParallelDims(dp_shard=2), {"zero_stage": 2}),
+    ],
+)
 def test_ranks_of_different_samples_or_tokens_drop_apart(dims: ParallelDims, case: dict[str, Any]) -> None:
     (first, _), (second, _) = each(replace(CASE, **case), dims)
     assert first and all(independent(a, b) for a, b in zip(first, second, strict=True))

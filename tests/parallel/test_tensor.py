@@ -44,21 +44,41 @@ CASES = {
         name="cohere", type="cohere", config={**MODELS["llama"].config, "use_qk_norm": True, "pad_token_id": 0}
     ),
     "norms of heads that the plan does not name": ModelConfig(
-        name="glm4_moe", type="glm4_moe",
-        config={**MODELS["llama"].config, "head_dim": 8, "use_qk_norm": True, "n_routed_experts": 4, "n_group": 1,
-                "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-                "n_shared_experts": 1},
+        name="glm4_moe",
+        type="glm4_moe",
+        config={
+            **MODELS["llama"].config,
+            "head_dim": 8,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
     ),
     "qwen3_moe": ModelConfig(
-        name="qwen3_moe", type="qwen3_moe",
-        config={**MODELS["llama"].config, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
-                "moe_intermediate_size": 16, "norm_topk_prob": True},
+        name="qwen3_moe",
+        type="qwen3_moe",
+        config={
+            **MODELS["llama"].config,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
     ),
-}  # fmt: skip
+}
 
 
-SPLIT = set(CASES) - {"scaled embedding, soft-capped logits", "norms with weights for each head",
-                      "norms of heads that the plan does not name"}  # fmt: skip
+SPLIT = set(CASES) - {
+    "scaled embedding, soft-capped logits",
+    "norms with weights for each head",
+    "norms of heads that the plan does not name",
+}
 """Those with a plan for sequence parallelism."""
 
 
@@ -78,7 +98,9 @@ def step_of(
     checkpointing: str = "none",
     loss_head_first: bool = True,
 ) -> dict[str, Any]:
-    """One step batch, its samples cut over what ``tp`` leaves of the world; loss, and this rank's local shards of gradients."""
+    """One step batch, its samples cut over what ``tp`` leaves of the world; loss, and this rank's local shards of
+    gradients.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp_shard", "tp"))
     group, dp = mesh["tp"].get_group(), mesh["dp_shard"]
     model = build_meta(config)

@@ -16,30 +16,85 @@ from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.slow
 
-TEXT = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "max_position_embeddings": 16}  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "image_size": 8, "patch_size": 4}  # fmt: skip
+TEXT = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 8,
+    "patch_size": 4,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "clip": ("CLIPConfig", "CLIPModel", {
-        "text_config": {**TEXT, "eos_token_id": 49}, "vision_config": VISION, "projection_dim": 16}),
+    "clip": (
+        "CLIPConfig",
+        "CLIPModel",
+        {"text_config": {**TEXT, "eos_token_id": 49}, "vision_config": VISION, "projection_dim": 16},
+    ),
     "siglip": ("SiglipConfig", "SiglipModel", {"text_config": TEXT, "vision_config": VISION}),
     "vit": ("ViTConfig", "ViTForImageClassification", VISION),
-    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", {
-        "vocab_size": 20, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "conv_dim": [16, 16], "conv_kernel": [5, 3], "conv_stride": [4, 2],
-        "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "hidden_dropout": 0.0,
-        "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "mask_time_prob": 0.0}),
-    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", {
-        "vocab_size": 51, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
-        "max_source_positions": 8, "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2, "decoder_start_token_id": 1, "dropout": 0.0}),
-    "llava": ("LlavaConfig", "LlavaForConditionalGeneration", {
-        "text_config": {**TEXT, "model_type": "llama", "num_key_value_heads": 2},
-        "vision_config": {**VISION, "model_type": "clip_vision_model"}, "image_token_index": 49,
-        "vision_feature_layer": -1}),
-}  # fmt: skip
+    "wav2vec2": (
+        "Wav2Vec2Config",
+        "Wav2Vec2ForCTC",
+        {
+            "vocab_size": 20,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "conv_dim": [16, 16],
+            "conv_kernel": [5, 3],
+            "conv_stride": [4, 2],
+            "num_conv_pos_embeddings": 8,
+            "num_conv_pos_embedding_groups": 2,
+            "layerdrop": 0.0,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "feat_proj_dropout": 0.0,
+            "mask_time_prob": 0.0,
+        },
+    ),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            "vocab_size": 51,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "num_mel_bins": 8,
+            "max_source_positions": 8,
+            "max_target_positions": 16,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+            "dropout": 0.0,
+        },
+    ),
+    "llava": (
+        "LlavaConfig",
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "model_type": "llama", "num_key_value_heads": 2},
+            "vision_config": {**VISION, "model_type": "clip_vision_model"},
+            "image_token_index": 49,
+            "vision_feature_layer": -1,
+        },
+    ),
+}
 
 
 def built(name: str) -> Any:

@@ -102,8 +102,12 @@ def make_run(
         "model": {"name": "llama_small", "type": "llama", "parameters": 7_934_208, "layers": 8},
         "batch": {"global_batch_size": 32, "data_parallel_size": 2, "micro_batch_size": 8, "num_micro_batches": 2},
         "data": {
-            "num_documents": 1702, "num_tokens": 11_480_233, "train_samples": 42_112, "validation_samples": 256,
-            "train_tokens": 10_780_101, "unigram_perplexity": 742.8,
+            "num_documents": 1702,
+            "num_tokens": 11_480_233,
+            "train_samples": 42_112,
+            "validation_samples": 256,
+            "train_tokens": 10_780_101,
+            "unigram_perplexity": 742.8,
         },
         "memory": {"peak_gib": 1.43, "per_rank": [1.43, 1.41]},
         "samples": [

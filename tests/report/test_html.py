@@ -68,11 +68,18 @@ def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) ->
     run = make_run(steps=60, summary={"metrics": {"train/loss": 3.25, "val/loss": 3.5, "val/perplexity": 33.1154}})
     words = page_of(run).words
     for told in (
-        "quickstart finished", "Held-out perplexity 33.12", f"unigram baseline 742.8, 22.4{TIMES} lower",
-        "Training loss 3.2500", "7.9M parameters", "dp_replicate=2", "optimizer.lr=0.003", "def read_lines(path",
-        f"32 samples = 2 processes {TIMES} 2 micro-batches {TIMES} 8; 8,192 tokens a step", "AMD EPYC 7B13",
+        "quickstart finished",
+        "Held-out perplexity 33.12",
+        f"unigram baseline 742.8, 22.4{TIMES} lower",
+        "Training loss 3.2500",
+        "7.9M parameters",
+        "dp_replicate=2",
+        "optimizer.lr=0.003",
+        "def read_lines(path",
+        f"32 samples = 2 processes {TIMES} 2 micro-batches {TIMES} 8; 8,192 tokens a step",
+        "AMD EPYC 7B13",
         "documents 1,702",
-    ):  # fmt: skip
+    ):
         assert told in words, told
 
 

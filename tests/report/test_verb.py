@@ -41,9 +41,10 @@ def test_the_place_of_all_runs_is_said_as_for_training(make_run: MakeRun, tmp_pa
         assert report([word]) == 0
         assert (moved / "report.html").exists()
     for words, told in (
-        (["run.root="], r"run.root=: give a folder"), ([str(moved), "run.root=x"], "leave out one of them"),
+        (["run.root="], r"run.root=: give a folder"),
+        ([str(moved), "run.root=x"], "leave out one of them"),
         (["run.root=nowhere"], "nowhere: holds no run; .* run.root=<folder>"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(BadInputError, match=told):
             report(words)
 

@@ -7,11 +7,20 @@ from pathlib import Path
 from tests.support.command import column
 
 BASE = (
-    "model=llama_tiny", "data=text_files", "precision=fp32", "optimizer.lr=3e-4", "data.seq_len=64",
-    "data.validation_max_samples=21", "data.global_batch_size=24", "trainer.val_every_n_steps=10",
-    "trainer.max_steps=20", "scheduler.warmup_steps=2", "logger=none", "objective.sample_prompts=['def ']",
+    "model=llama_tiny",
+    "data=text_files",
+    "precision=fp32",
+    "optimizer.lr=3e-4",
+    "data.seq_len=64",
+    "data.validation_max_samples=21",
+    "data.global_batch_size=24",
+    "trainer.val_every_n_steps=10",
+    "trainer.max_steps=20",
+    "scheduler.warmup_steps=2",
+    "logger=none",
+    "objective.sample_prompts=['def ']",
     "objective.sample_max_new_tokens=8",
-)  # fmt: skip
+)
 MEASURED = ("train/loss", "train/grad_norm", "val/loss")
 
 

@@ -13,10 +13,18 @@ from tests.support.program import run_program
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny", "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "logger=none",
-    "data.synthetic.num_documents=100", "checkpoint.every_n_steps=1", "checkpoint.keep_last=0", "trainer.max_steps=4",
-    "trainer.val_every_n_steps=2", "model.config.num_hidden_layers=2",
-)  # fmt: skip
+    "model=llama_tiny",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "logger=none",
+    "data.synthetic.num_documents=100",
+    "checkpoint.every_n_steps=1",
+    "checkpoint.keep_last=0",
+    "trainer.max_steps=4",
+    "trainer.val_every_n_steps=2",
+    "model.config.num_hidden_layers=2",
+)
 
 
 @pytest.fixture(scope="module")

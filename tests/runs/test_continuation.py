@@ -13,10 +13,21 @@ from tests.support.command import column, mgpu, run_folder
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny", "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "logger=none",
-    "data.synthetic.num_documents=100", "checkpoint.every_n_steps=4", "checkpoint.keep_last=0", "trainer.max_steps=9",
-    "model.config.num_hidden_layers=2", "precision=fp32", "optimizer.lr=3e-4", "strategy=ddp", "trainer.devices=2",
-)  # fmt: skip
+    "model=llama_tiny",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "logger=none",
+    "data.synthetic.num_documents=100",
+    "checkpoint.every_n_steps=4",
+    "checkpoint.keep_last=0",
+    "trainer.max_steps=9",
+    "model.config.num_hidden_layers=2",
+    "precision=fp32",
+    "optimizer.lr=3e-4",
+    "strategy=ddp",
+    "trainer.devices=2",
+)
 COLUMNS = ("train/loss", "train/grad_norm", "lr")
 
 
@@ -29,9 +40,7 @@ def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def gone_on(cache: Path, cwd: Path, source: Path, step: int, *more: str) -> Path:
-    return run_folder(
-        mgpu(cache, cwd, *BASE, f"checkpoint.resume={source}/checkpoints/step-{step:08d}", *more)
-    )
+    return run_folder(mgpu(cache, cwd, *BASE, f"checkpoint.resume={source}/checkpoints/step-{step:08d}", *more))
 
 
 def test_more_and_fewer_loader_processes_go_on_bit_for_bit(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:

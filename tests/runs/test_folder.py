@@ -231,8 +231,12 @@ def test_what_a_kill_left_unfinished_goes_when_the_run_is_gone_on_in(tmp_path: P
     config = config_in(tmp_path, "auto", tmp_path / "run")
     paths = chosen(config).paths
     freeze(config, paths.config)
-    left = [paths.root / ".metrics.csv.19150.partial", paths.root / "summary.json.partial",
-            paths.logs / "rank-0.error.partial", paths.checkpoints / "ruined.json.partial"]  # fmt: skip
+    left = [
+        paths.root / ".metrics.csv.19150.partial",
+        paths.root / "summary.json.partial",
+        paths.logs / "rank-0.error.partial",
+        paths.checkpoints / "ruined.json.partial",
+    ]
     step = paths.checkpoints / "step-00000002.partial"
     for folder in (paths.logs, step):
         folder.mkdir(parents=True)
@@ -269,11 +273,16 @@ def test_a_read_only_folder_is_an_input_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "left",
-    [(), (".lock",), (".lock", "environment.json.7.partial"), (".lock", "environment.json"),
-     (".lock", "environment.json", "overrides.txt", "config.yaml.7.partial"),
-     (".lock", "environment.json", "overrides.txt", "config.yaml"),
-     (".lock", "environment.json", "overrides.txt", "config.yaml", "logs", "checkpoints", "metrics.csv")],
-)  # fmt: skip
+    [
+        (),
+        (".lock",),
+        (".lock", "environment.json.7.partial"),
+        (".lock", "environment.json"),
+        (".lock", "environment.json", "overrides.txt", "config.yaml.7.partial"),
+        (".lock", "environment.json", "overrides.txt", "config.yaml"),
+        (".lock", "environment.json", "overrides.txt", "config.yaml", "logs", "checkpoints", "metrics.csv"),
+    ],
+)
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("resume", ["auto", "none"])
 def test_whatever_a_kill_leaves_before_the_first_step_the_same_line_takes(

@@ -20,10 +20,19 @@ from tests.support.worlds import JoinedRun
 
 STEPS = 30
 COMMAND = (
-    "model=llama_tiny", "model.config.num_hidden_layers=1", "data=synthetic", "data.seq_len=32",
-    "data.global_batch_size=4", "data.synthetic.num_documents=100", "trainer.accelerator=cpu", "logger=none",
-    "checkpoint.every_n_steps=5", "trainer.progress=lines", "precision=fp32", "launch.threads_per_worker=1",
-)  # fmt: skip
+    "model=llama_tiny",
+    "model.config.num_hidden_layers=1",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=4",
+    "data.synthetic.num_documents=100",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    "checkpoint.every_n_steps=5",
+    "trainer.progress=lines",
+    "precision=fp32",
+    "launch.threads_per_worker=1",
+)
 
 
 def hint(said: str) -> list[str]:
@@ -160,8 +169,14 @@ def test_a_launch_killed_while_it_prepares_is_gone_on_in_and_a_living_one_is_nam
     named: bool, cache: Path, tmp_path: Path
 ) -> None:
     where = [f"run.dir={tmp_path / 'run'}"] if named else [f"run.root={tmp_path}"]
-    words = [*COMMAND, *where, "data.synthetic.num_documents=30000", f"seed={1 + named}", "trainer.max_steps=2",
-             "checkpoint.resume=auto"]  # fmt: skip
+    words = [
+        *COMMAND,
+        *where,
+        "data.synthetic.num_documents=30000",
+        f"seed={1 + named}",
+        "trainer.max_steps=2",
+        "checkpoint.resume=auto",
+    ]
     first = launched(cache, tmp_path, *words)
     while not (found := [*tmp_path.glob("run/config.yaml"), *tmp_path.glob("run/*/config.yaml")]):
         assert first.poll() is None, first.communicate()

@@ -29,12 +29,24 @@ STEPS, WORLD_SIZE = 60, 2
 STARTING = 0.25
 """Share of kills before the first step of an attempt."""
 COMMAND = (
-    "strategy=ddp", "model=llama_tiny", "model.config.num_hidden_layers=2", "data=synthetic", "data.seq_len=32",
-    "data.global_batch_size=8", "data.micro_batch_size=2", "data.synthetic.num_documents=100", "optimizer.lr=3e-4",
-    "trainer.accelerator=cpu", "logger=none", f"trainer.max_steps={STEPS}", "trainer.val_every_n_steps=25",
-    "checkpoint.every_n_steps=2", "checkpoint.resume=auto", "launch.threads_per_worker=1",
+    "strategy=ddp",
+    "model=llama_tiny",
+    "model.config.num_hidden_layers=2",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "data.micro_batch_size=2",
+    "data.synthetic.num_documents=100",
+    "optimizer.lr=3e-4",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_every_n_steps=25",
+    "checkpoint.every_n_steps=2",
+    "checkpoint.resume=auto",
+    "launch.threads_per_worker=1",
     "trainer.deterministic=true",
-)  # fmt: skip
+)
 COLUMNS = ("step", "train/loss", "train/grad_norm", "lr", "val/loss")
 
 Facts = dict[str, object]
@@ -129,5 +141,7 @@ def test_no_kill_loses_or_changes_anything(
         assert found is not None and content(found.path) == expected[STEPS]
         finished += 1
         folder, newest, begun = tmp_path / f"run-{finished}", 0, False
-    TOLD.append(f"{kills} kills over {finished} runs of {STEPS} steps: {partial} in the middle of a save, {resumed} of "
-                "attempts that had resumed; none lost, none different")  # fmt: skip
+    TOLD.append(
+        f"{kills} kills over {finished} runs of {STEPS} steps: {partial} in the middle of a save, {resumed} of "
+        "attempts that had resumed; none lost, none different"
+    )

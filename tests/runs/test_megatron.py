@@ -35,17 +35,23 @@ def test_a_cut_run_is_the_run_of_one_process(
 def test_an_expert_parallel_run_is_the_run_of_one_process_and_counts_tokens(
     cache: Path, corpus: Path, tmp_path: Path
 ) -> None:
-    words = [*overrides(corpus)[1:], "model=mixtral_tiny", "objective.router_aux_loss=0.01", "trainer.max_steps=4",
-             "trainer.val_every_n_steps=2"]  # fmt: skip
+    words = [
+        *overrides(corpus)[1:],
+        "model=mixtral_tiny",
+        "objective.router_aux_loss=0.01",
+        "trainer.max_steps=4",
+        "trainer.val_every_n_steps=2",
+    ]
     ways = ("strategy=single",), ("strategy=ep", "trainer.devices=2")
     whole, cut = (run_folder(mgpu(cache, tmp_path, *words, *way)) for way in ways)
     same(cut, whole)
     config = json.loads((cut / "summary.json").read_text())
     assert config["topology"]["ep"] == 2
     for folder in (whole, cut):
-        dropped, counts = column(folder, "experts/dropped_tokens"), [
-            column(folder, f"experts/tokens_{expert}") for expert in range(8)
-        ]
+        dropped, counts = (
+            column(folder, "experts/dropped_tokens"),
+            [column(folder, f"experts/tokens_{expert}") for expert in range(8)],
+        )
         # Every token of 24 samples of 64, to two experts in each of four layers.
         for step in range(1, 5):
             assert dropped[step] == 0 and sum(found[step] for found in counts) == 24 * 64 * 2 * 4
@@ -54,9 +60,11 @@ def test_an_expert_parallel_run_is_the_run_of_one_process_and_counts_tokens(
 def test_a_run_moves_from_strategy_to_strategy(cache: Path, corpus: Path, tmp_path: Path, alone: Path) -> None:
     """ZeRO-3 on four processes, then tensor and pipeline parallelism, then FSDP2 on three, then one process."""
     ways = [
-        ("strategy=zero3", "trainer.devices=4"), ("strategy=megatron", "strategy.tp=2", "strategy.pp=2",
-         "trainer.devices=4"), ("strategy=fsdp", "trainer.devices=3"), ("strategy=single",),
-    ]  # fmt: skip
+        ("strategy=zero3", "trainer.devices=4"),
+        ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=4"),
+        ("strategy=fsdp", "trainer.devices=3"),
+        ("strategy=single",),
+    ]
     folder = None
     for number, way in enumerate(ways, 1):
         more = (f"trainer.max_steps={5 * number}", "scheduler.total_steps=20", *way)
@@ -82,8 +90,10 @@ def test_check_shows_the_pipeline(cache: Path, tmp_path: Path) -> None:
         (("strategy=single", "strategy.sequence_parallel=true"), "strategy.sequence_parallel=true: it splits"),
         (("strategy=pp", "trainer.devices=2", "data.micro_batch_size=32"), "does not take 1 micro-batch"),
         (("strategy=pp", "trainer.devices=2", "strategy.pipeline.schedule=1fb1"), "did you mean 1f1b?"),
-        (("strategy=pp", "strategy.pipeline.schedule=zbv", "trainer.devices=2", "model.compile=true"),
-         "model.compile=true: zbv computes gradients of inputs and weights apart"),
+        (
+            ("strategy=pp", "strategy.pipeline.schedule=zbv", "trainer.devices=2", "model.compile=true"),
+            "model.compile=true: zbv computes gradients of inputs and weights apart",
+        ),
         (("strategy=zero3", "strategy.tp=2", "trainer.devices=2"), "strategy.tp=2: strategy.engine=deepspeed"),
         (("objective.router_aux_loss=0.1",), "objective.router_aux_loss=0.1: the llama family has no routers"),
         (("strategy=megatron", "strategy.tp=3", "trainer.devices=4"), "4 processes are not divisible by tp=3"),

@@ -13,24 +13,22 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launching import alive
-from tests.support.command import (
-    column,
-    launched,
-    metrics,
-    mgpu,
-    run_folder,
-    start,
-    wait_for_step,
-    workers_of,
-)  # fmt: skip
+from tests.support.command import column, launched, metrics, mgpu, run_folder, start, wait_for_step, workers_of
 
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny", "data=text_files", "precision=fp32", "optimizer.lr=3e-4", "data.seq_len=64",
-    "data.validation_max_samples=24", "data.global_batch_size=24", "trainer.val_every_n_steps=5",
-    "scheduler.warmup_steps=2", "logger=none",
-)  # fmt: skip
+    "model=llama_tiny",
+    "data=text_files",
+    "precision=fp32",
+    "optimizer.lr=3e-4",
+    "data.seq_len=64",
+    "data.validation_max_samples=24",
+    "data.global_batch_size=24",
+    "trainer.val_every_n_steps=5",
+    "scheduler.warmup_steps=2",
+    "logger=none",
+)
 
 
 def overrides(corpus: Path, *more: str) -> list[str]:
@@ -52,10 +50,7 @@ def uninterrupted(cache: Path, corpus: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ("strategy=single", "data.micro_batch_size=3"),
-        ("strategy=ddp", "trainer.devices=2", "data.micro_batch_size=12"),
-    ],
+    [("strategy=single", "data.micro_batch_size=3"), ("strategy=ddp", "trainer.devices=2", "data.micro_batch_size=12")],
 )
 def test_any_strategy_and_micro_batch_give_one_result(
     cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path, more: tuple[str, ...]
@@ -74,14 +69,17 @@ def test_padded_and_uneven_samples_too(cache: Path, corpus: Path, tmp_path: Path
         same(column(four, name), column(alone, name), 1e-5)
 
 
-def test_a_killed_run_goes_on_bit_for_bit(
-    cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
-) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path) -> None:
     folder = tmp_path / "run"
     command = overrides(
-        corpus, "strategy=ddp", "trainer.devices=4", "trainer.max_steps=30", f"run.dir={folder}",
-        "checkpoint.every_n_steps=4", "checkpoint.resume=auto",
-    )  # fmt: skip
+        corpus,
+        "strategy=ddp",
+        "trainer.devices=4",
+        "trainer.max_steps=30",
+        f"run.dir={folder}",
+        "checkpoint.every_n_steps=4",
+        "checkpoint.resume=auto",
+    )
     chance = random.Random(7)
     for at in (6, 17):
         process = launched(cache, tmp_path, *command)
@@ -108,10 +106,19 @@ def test_a_killed_worker_is_started_again_where_that_is_asked_for(
     cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = launched(cache, tmp_path, *overrides(
-        corpus, "strategy=ddp", "trainer.devices=4", "trainer.max_steps=30", f"run.dir={folder}",
-        "checkpoint.every_n_steps=4", "launch.max_restarts=1",
-    ))  # fmt: skip
+    process = launched(
+        cache,
+        tmp_path,
+        *overrides(
+            corpus,
+            "strategy=ddp",
+            "trainer.devices=4",
+            "trainer.max_steps=30",
+            f"run.dir={folder}",
+            "checkpoint.every_n_steps=4",
+            "launch.max_restarts=1",
+        ),
+    )
     wait_for_step(folder, 9, process)
     os.kill(workers_of(process)[-1], signal.SIGKILL)
     out, err = process.communicate(timeout=240)
@@ -141,9 +148,11 @@ def test_sigterm_saves_and_another_number_of_processes_goes_on(
 
 def test_multirun_trains_one_run_after_another(cache: Path, corpus: Path, tmp_path: Path) -> None:
     out = mgpu(
-        cache, tmp_path, "-m",
+        cache,
+        tmp_path,
+        "-m",
         *overrides(corpus, "strategy=ddp", "trainer.devices=1,2", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=4"),
-    )  # fmt: skip
+    )
     folders = sorted((tmp_path / "outputs" / "run").iterdir())
     assert len(folders) == 4
     losses = [column(folder, "train/loss")[4] for folder in folders]
@@ -153,10 +162,21 @@ def test_multirun_trains_one_run_after_another(cache: Path, corpus: Path, tmp_pa
 
 def test_a_nan_stops_the_run_before_the_update(cache: Path, corpus: Path, tmp_path: Path) -> None:
     out = mgpu(
-        cache, tmp_path, *overrides(corpus, "strategy=ddp", "trainer.devices=2", "trainer.max_steps=30",
-                                    "optimizer.lr=1e18", "trainer.gradient_clip_val=null", "scheduler=constant",
-                                    "checkpoint.every_n_steps=1", "launch.max_restarts=2"), code=1,
-    )  # fmt: skip
+        cache,
+        tmp_path,
+        *overrides(
+            corpus,
+            "strategy=ddp",
+            "trainer.devices=2",
+            "trainer.max_steps=30",
+            "optimizer.lr=1e18",
+            "trainer.gradient_clip_val=null",
+            "scheduler=constant",
+            "checkpoint.every_n_steps=1",
+            "launch.max_restarts=2",
+        ),
+        code=1,
+    )
     assert "is not finite at step" in out and "samples" in out and "there is no good checkpoint before it" in out
     assert out.count("is not finite") == 1, "a NaN is not tried again"
     assert os.listdir(tmp_path / "outputs" / "run")

@@ -36,7 +36,7 @@ packages = ["acme_training", "acme_training.conf"]
 "acme_training.conf" = ["**/*.yaml"]
 """
 
-CODE = '''
+CODE = """
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy
@@ -63,7 +63,7 @@ class CountingMesh(MeshStrategy):
         CountingMesh.steps += 1
         print(f"acme step {CountingMesh.steps}")
         return super().run_step(window)
-'''
+"""
 
 EXPERIMENT = """# @package _global_
 data: {source: acme_numbers, seq_len: 32, global_batch_size: 8, validation_max_samples: 8}
@@ -81,19 +81,38 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "acme_training" / "conf" / "__init__.py").touch()
     (source / "acme_training" / "conf" / "experiment" / "acme.yaml").write_text(EXPERIMENT)
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(site),
-         str(source)], check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            str(site),
+            str(source),
+        ],
+        check=True,
+        capture_output=True,
+    )
     return site
 
 
 def run(site: Path, cache: Path, cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     known = environment(cache)
     return run_program(
-        ["hydra.searchpath=[pkg://acme_training.conf]", "experiment=acme", "model=llama_tiny", "logger=none",
-         *overrides],
-        cwd, {**known, "PYTHONPATH": os.pathsep.join([str(site), known["PYTHONPATH"]])}, 200,
-    )  # fmt: skip
+        [
+            "hydra.searchpath=[pkg://acme_training.conf]",
+            "experiment=acme",
+            "model=llama_tiny",
+            "logger=none",
+            *overrides,
+        ],
+        cwd,
+        {**known, "PYTHONPATH": os.pathsep.join([str(site), known["PYTHONPATH"]])},
+        200,
+    )
 
 
 def test_its_data_objective_strategy_and_configuration_train(site: Path, cache: Path, tmp_path: Path) -> None:

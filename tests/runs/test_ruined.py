@@ -12,10 +12,20 @@ from tests.support.command import column, mgpu, run_folder
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny", "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "logger=none",
-    "data.synthetic.num_documents=100", "checkpoint.every_n_steps=2", "checkpoint.keep_last=1", "trainer.max_steps=6",
-    "model.config.num_hidden_layers=1", "trainer.accelerator=cpu", "precision=fp32", "checkpoint.resume=auto",
-)  # fmt: skip
+    "model=llama_tiny",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "logger=none",
+    "data.synthetic.num_documents=100",
+    "checkpoint.every_n_steps=2",
+    "checkpoint.keep_last=1",
+    "trainer.max_steps=6",
+    "model.config.num_hidden_layers=1",
+    "trainer.accelerator=cpu",
+    "precision=fp32",
+    "checkpoint.resume=auto",
+)
 RUIN = "+callbacks.ruin._target_=tests.support.ruin.Ruin"
 
 

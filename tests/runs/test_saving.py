@@ -21,11 +21,23 @@ pytestmark = pytest.mark.slow
 
 STEPS = 12
 COMMAND = (
-    "strategy=ddp", "model=llama_tiny", "model.config.num_hidden_layers=2", "data=synthetic", "data.seq_len=32",
-    "data.global_batch_size=8", "data.synthetic.num_documents=100", "optimizer.lr=3e-4", "trainer.accelerator=cpu",
-    "logger=none", f"trainer.max_steps={STEPS}", "checkpoint.every_n_steps=3", "checkpoint.keep_last=0",
-    "checkpoint.resume=auto", "launch.threads_per_worker=1", "trainer.progress=lines",
-)  # fmt: skip
+    "strategy=ddp",
+    "model=llama_tiny",
+    "model.config.num_hidden_layers=2",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "data.synthetic.num_documents=100",
+    "optimizer.lr=3e-4",
+    "trainer.accelerator=cpu",
+    "logger=none",
+    f"trainer.max_steps={STEPS}",
+    "checkpoint.every_n_steps=3",
+    "checkpoint.keep_last=0",
+    "checkpoint.resume=auto",
+    "launch.threads_per_worker=1",
+    "trainer.progress=lines",
+)
 SLOW = ("+callbacks.disk._target_=tests.support.disk.SlowDisk", "+callbacks.disk.seconds=0.15")
 FULL = ("+callbacks.disk._target_=tests.support.disk.FullDisk", "+callbacks.disk.steps=[6]", "+callbacks.disk.rank=1")
 

@@ -53,9 +53,15 @@ def test_a_rank_out_of_memory_says_what_would_help(cache: Path, corpus: Path, tm
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
 
     arguments = overrides(
-        corpus, "strategy=ddp", "trainer.devices=2", "data.seq_len=512", "data.global_batch_size=512",
-        "data.micro_batch_size=256", "model.config.hidden_size=256", "trainer.max_steps=2",
-    )  # fmt: skip
+        corpus,
+        "strategy=ddp",
+        "trainer.devices=2",
+        "data.seq_len=512",
+        "data.global_batch_size=512",
+        "data.micro_batch_size=256",
+        "model.config.hidden_size=256",
+        "trainer.max_steps=2",
+    )
     process = start(cache, tmp_path, *arguments, preexec_fn=little_memory)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1, out + err

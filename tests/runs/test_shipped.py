@@ -31,10 +31,18 @@ def test_the_tiny_models_are_the_promised_families() -> None:
 @pytest.mark.parametrize("model", TINY)
 def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Path) -> None:
     overrides = [
-        f"model={model}", "data=synthetic", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=2", "logger=none",
-        "data.seq_len=32", "data.global_batch_size=8", f"data.cache_dir={cache}", "data.validation_max_samples=8",
+        f"model={model}",
+        "data=synthetic",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "trainer.max_steps=2",
+        "logger=none",
+        "data.seq_len=32",
+        "data.global_batch_size=8",
+        f"data.cache_dir={cache}",
+        "data.validation_max_samples=8",
         "trainer.progress=off",
-    ]  # fmt: skip
+    ]
     config, _ = compose(overrides)
     freeze(config, RunPaths(tmp_path).config)
     prepare(config)

@@ -19,11 +19,23 @@ def test_chat_counts_all_tokens_that_pass_the_model_and_tells_padding_apart(cach
     write_jsonl(tmp_path / "chat.jsonl", [{"messages": talk}] * 24)
     (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8")
     out = mgpu(
-        cache, tmp_path, "model=llama_tiny", "model.config.num_hidden_layers=1", "model.config.vocab_size=300",
-        "data=chat_jsonl", "data.paths=[chat.jsonl]", "data.chat_template=chat.jinja", "data.packing=none",
-        f"data.seq_len={SEQ_LEN}", f"data.global_batch_size={BATCH}", "data.validation_fraction=0", "strategy=single",
-        f"trainer.max_steps={STEPS}", "logger=none", "trainer.accelerator=cpu",
-    )  # fmt: skip
+        cache,
+        tmp_path,
+        "model=llama_tiny",
+        "model.config.num_hidden_layers=1",
+        "model.config.vocab_size=300",
+        "data=chat_jsonl",
+        "data.paths=[chat.jsonl]",
+        "data.chat_template=chat.jinja",
+        "data.packing=none",
+        f"data.seq_len={SEQ_LEN}",
+        f"data.global_batch_size={BATCH}",
+        "data.validation_fraction=0",
+        "strategy=single",
+        f"trainer.max_steps={STEPS}",
+        "logger=none",
+        "trainer.accelerator=cpu",
+    )
     folder = run_folder(out)
     summary = json.loads((folder / "summary.json").read_text())
     held = summary["data"]["num_tokens"] / summary["data"]["num_documents"]

@@ -13,8 +13,12 @@ from tests.support.command import column, mgpu, run_folder
 pytestmark = pytest.mark.slow
 
 # 25 held-out samples: the last evaluation step batch leaves most ranks without a micro-batch.
-MORE = ("data.validation_max_samples=25", "trainer.max_steps=12", "objective.sample_prompts=['def ']",
-        "objective.sample_max_new_tokens=4")  # fmt: skip
+MORE = (
+    "data.validation_max_samples=25",
+    "trainer.max_steps=12",
+    "objective.sample_prompts=['def ']",
+    "objective.sample_max_new_tokens=4",
+)
 
 
 @pytest.fixture(scope="module")

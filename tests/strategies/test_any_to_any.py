@@ -109,10 +109,13 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     reader, found = CheckpointReader(folder / f"step-{BEFORE:08d}"), {}
     for kind in ("model", "optimizer"):
         shards = [
-            LocalShard(TensorSlice.whole(name, reader.shape(name)), reader.shape(name),
-                  torch.empty(reader.shape(name), dtype=reader.dtype(name)))
+            LocalShard(
+                TensorSlice.whole(name, reader.shape(name)),
+                reader.shape(name),
+                torch.empty(reader.shape(name), dtype=reader.dtype(name)),
+            )
             for name in reader.names(kind)
-        ]  # fmt: skip
+        ]
         reader.read(shards, kind)
         found.update({f"{kind}/{shard.tensor_slice.name}": shard.tensor for shard in shards})
     return found

@@ -45,8 +45,10 @@ TOPOLOGIES = {
     "tp4, sequence": Topology(ParallelDims(tp=4), options=SPLIT, case={"max_norm": 0.3}),
     **{f"pp2 {name}": Topology(ParallelDims(pp=2), micro_batches=4, schedule=name) for name in ("gpipe", "1f1b")},
     **{f"pp2 {name}": Topology(ParallelDims(pp=2), micro_batches=4, layers=8, schedule=name) for name in TWO_STAGES},
-    **{f"pp4 {name}": Topology(ParallelDims(pp=4), micro_batches=8, layers=8, schedule=name)
-       for name in ("gpipe", "1f1b", *TWO_STAGES)},
+    **{
+        f"pp4 {name}": Topology(ParallelDims(pp=4), micro_batches=8, layers=8, schedule=name)
+        for name in ("gpipe", "1f1b", *TWO_STAGES)
+    },
     "cp2 ring": Topology(ParallelDims(cp=2)),
     "cp4 ring": Topology(ParallelDims(cp=4), case={"max_norm": 0.3}),
     "cp2 ulysses": Topology(ParallelDims(cp=2), options=ULYSSES),
@@ -95,10 +97,16 @@ weight takes two plain computations beyond the bound."""
 
 def case_of(topology: Topology, model: str) -> Case:
     return Case(
-        model=model, steps=STEPS, samples=topology.samples, micro_batches=topology.micro_batches,
-        layers=topology.layers, schedule=topology.schedule, options=topology.options,
-        seed=SEEDS.get((model, topology.layers), SEED), **topology.case,
-    )  # fmt: skip
+        model=model,
+        steps=STEPS,
+        samples=topology.samples,
+        micro_batches=topology.micro_batches,
+        layers=topology.layers,
+        schedule=topology.schedule,
+        options=topology.options,
+        seed=SEEDS.get((model, topology.layers), SEED),
+        **topology.case,
+    )
 
 
 def _all_models(name: str) -> list[Any]:
@@ -120,9 +128,11 @@ def results(name: str) -> list[list[Any]]:
 @functools.lru_cache(maxsize=None)
 def oracle(model: str, layers: int, max_norm: float | None, data: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return plain(Case(
-        model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data, seed=SEEDS.get((model, layers), SEED),
-    ))  # fmt: skip
+    return plain(
+        Case(
+            model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data, seed=SEEDS.get((model, layers), SEED)
+        )
+    )
 
 
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name, t in TOPOLOGIES.items() for model in t.models])

@@ -31,9 +31,10 @@ CUT = {
     "tp4, sequence": Way(ParallelDims(tp=4), {"options": {"sequence_parallel": True}}),
 }
 OTHERS = {
-    "single": Way(ParallelDims()), "fsdp 3": Way(ParallelDims(dp_shard=3)),
+    "single": Way(ParallelDims()),
+    "fsdp 3": Way(ParallelDims(dp_shard=3)),
     "zero3 2": Way(ParallelDims(dp_shard=2), {"zero_stage": 3}),
-}  # fmt: skip
+}
 LAYERS = 4
 """Enough for two stages a rank."""
 
@@ -60,10 +61,12 @@ def goes_on(tmp_path: Path, model: str, source: Way, targets: list[Way]) -> None
 @pytest.mark.parametrize(
     ("model", "source", "target"),
     [
-        ("gpt2", "pp2 x tp2 x dp_shard2", "tp4, sequence"), ("mixtral", "ep2 x tp2 x dp_shard2", "pp2 zbv x cp2"),
-        ("llama", "tp4, sequence", "pp2 x tp2 x dp_shard2"), ("gpt2", "pp2 zbv x cp2", "pp2 x tp2 x dp_shard2"),
+        ("gpt2", "pp2 x tp2 x dp_shard2", "tp4, sequence"),
+        ("mixtral", "ep2 x tp2 x dp_shard2", "pp2 zbv x cp2"),
+        ("llama", "tp4, sequence", "pp2 x tp2 x dp_shard2"),
+        ("gpt2", "pp2 zbv x cp2", "pp2 x tp2 x dp_shard2"),
     ],
-)  # fmt: skip
+)
 def test_what_a_cut_model_saved_any_other_strategy_reads(tmp_path: Path, model: str, source: str, target: str) -> None:
     goes_on(tmp_path, model, CUT[source], [*OTHERS.values(), CUT[target]])
 

@@ -27,8 +27,15 @@ from tests.support.tiny import MODELS as TINY
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 352,
-         "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 64}  # fmt: skip
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "intermediate_size": 352,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 64,
+}
 MODELS = {
     "llama": ModelConfig(type="llama", config=dict(SIZES)),
     "mixtral": ModelConfig(type="mixtral", config={**SIZES, "num_local_experts": 8, "num_experts_per_tok": 2}),

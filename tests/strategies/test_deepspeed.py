@@ -45,7 +45,9 @@ def parts(shards: list[LocalShard]) -> Parts:
 
 
 def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
-    """Whole tensors from every rank's local shards, which must tile them; equal tensor slices on several ranks must be equal."""
+    """Whole tensors from every rank's local shards, which must tile them; equal tensor slices on several ranks must be
+    equal.
+    """
     tensor_slices: dict[str, dict[Any, torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for shards in ranks:
@@ -104,20 +106,39 @@ def trained(
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     settings = generate(
-        BatchPlan(samples, world, micro_batch_size), stage=stage, precision=precision, bucket_mib=0.01, offload=offload,
-        offload_path=offload_path, raw=raw,
-    )  # fmt: skip
+        BatchPlan(samples, world, micro_batch_size),
+        stage=stage,
+        precision=precision,
+        bucket_mib=0.01,
+        offload=offload,
+        offload_path=offload_path,
+        raw=raw,
+    )
     strategy = DeepSpeedStrategy(
-        ParallelDims(dp_shard=world), CPU, settings, precision=precision, max_norm=max_norm, seed=5,
+        ParallelDims(dp_shard=world),
+        CPU,
+        settings,
+        precision=precision,
+        max_norm=max_norm,
+        seed=5,
         materialise=lambda model, device: materialise(model, 5, device),
-    )  # fmt: skip
+    )
     objective = CausalLMObjective(build_meta(MODELS[model_name]), adamw, lambda step: 1.0, chunk)
     watch = Watch(poison)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, max_steps=STEPS, logger=False, callbacks=[watch],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_steps=STEPS,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        val_check_interval=NEVER,
+        check_val_every_n_epoch=None,
+    )
     quiet_signals(trainer)
     try:
         step_batches = [step_batch(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]
@@ -125,10 +146,15 @@ def trained(
     except (NonFiniteStep, ConfigError) as error:
         return {"error": str(error), "steps": len(watch.rows)}
     return {
-        "rows": watch.rows, "gradients": watch.gradients, "initial": watch.initial,
-        "weights": parts(strategy.model_shards()), "state": parts(strategy.optimizer_shards()),
-        "memory": strategy.memory_parts(), "global_step": trainer.global_step, "head": objective._head is not None,
-    }  # fmt: skip
+        "rows": watch.rows,
+        "gradients": watch.gradients,
+        "initial": watch.initial,
+        "weights": parts(strategy.model_shards()),
+        "state": parts(strategy.optimizer_shards()),
+        "memory": strategy.memory_parts(),
+        "global_step": trainer.global_step,
+        "head": objective._head is not None,
+    }
 
 
 def with_extensions_in(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:

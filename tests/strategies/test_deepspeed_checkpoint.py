@@ -60,11 +60,14 @@ def strategy_of(engine: str, precision: str) -> EngineStrategy:
     stage, _, offload = engine.removeprefix("zero").partition("_")
     offload, _, path = offload.partition(":")
     settings = generate(
-        BatchPlan(8, world, 2), stage=int(stage), bucket_mib=0.01, precision=precision,  # type: ignore[arg-type]
-        offload=offload or "none", offload_path=path or None,
-    )  # fmt: skip
-    return DeepSpeedStrategy(ParallelDims(dp_shard=world), CPU, settings, materialise=fill, seed=5,
-                             precision=precision)  # fmt: skip
+        BatchPlan(8, world, 2),
+        stage=int(stage),
+        bucket_mib=0.01,
+        precision=precision,  # type: ignore[arg-type]
+        offload=offload or "none",
+        offload_path=path or None,
+    )
+    return DeepSpeedStrategy(ParallelDims(dp_shard=world), CPU, settings, materialise=fill, seed=5, precision=precision)
 
 
 class Segment(pl.Callback):
@@ -83,9 +86,15 @@ class Segment(pl.Callback):
 
 
 def segment(
-    engine: str, model_name: str, frozen: bool, start: int, stop: int, source: Path | None, target: Path | None,
+    engine: str,
+    model_name: str,
+    frozen: bool,
+    start: int,
+    stop: int,
+    source: Path | None,
+    target: Path | None,
     precision: str = "fp32",
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Train steps ``start`` to ``stop``, from the checkpoint ``source``, and leave one under ``target``."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -93,10 +102,19 @@ def segment(
     strategy, watch = strategy_of(engine, precision), Segment(source)
     objective = CausalLMObjective(built(model_name, frozen), decaying_adamw, lambda step: 1.0, 7)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, max_steps=stop - start, logger=False, callbacks=[watch],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_steps=stop - start,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        val_check_interval=NEVER,
+        check_val_every_n_epoch=None,
+    )
     quiet_signals(trainer)
     trainer.fit(objective, ListedStepBatches([step_batch(step, rank, world, 2) for step in range(start, stop)]))
     if target is not None:
@@ -131,11 +149,17 @@ def resumed(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (("zero3", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 4)), (("zero3", 4), ("ddp", 2)),
-        (("zero1", 2), ("zero3", 4)), (("zero2", 4), ("zero1", 2)), (("zero3", 2), ("zero2", 4)),
-        (("ddp", 2), ("zero1", 4)), (("zero3_cpu", 2), ("zero3", 4)), (("zero3", 4), ("zero3_cpu", 2)),
+        (("zero3", 2), ("ddp", 1)),
+        (("ddp", 1), ("zero3", 4)),
+        (("zero3", 4), ("ddp", 2)),
+        (("zero1", 2), ("zero3", 4)),
+        (("zero2", 4), ("zero1", 2)),
+        (("zero3", 2), ("zero2", 4)),
+        (("ddp", 2), ("zero1", 4)),
+        (("zero3_cpu", 2), ("zero3", 4)),
+        (("zero3", 4), ("zero3_cpu", 2)),
     ],
-)  # fmt: skip
+)
 def test_any_engine_goes_on_from_any_other(tmp_path: Path, first: tuple[str, int], then: tuple[str, int]) -> None:
     resumed(tmp_path, "llama", False, first, then)
 
@@ -175,10 +199,19 @@ def fit(strategy: EngineStrategy, model: torch.nn.Module, steps: int) -> set[str
     rank, world = dist.get_rank(), dist.get_world_size()
     gradients = Gradients()
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, max_steps=steps, logger=False, callbacks=[gradients],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_steps=steps,
+        logger=False,
+        callbacks=[gradients],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        val_check_interval=NEVER,
+        check_val_every_n_epoch=None,
+    )
     quiet_signals(trainer)
     objective = CausalLMObjective(model, decaying_adamw, lambda step: 1.0, 7)
     trainer.fit(objective, ListedStepBatches([step_batch(step, rank, world, 2) for step in range(steps)]))

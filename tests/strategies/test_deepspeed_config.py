@@ -104,14 +104,18 @@ def test_the_keys_of_this_project_decide(stage: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "keys"),
     [
-        (["strategy=fsdp", "strategy.fsdp.prefetch=2", f"{RAW}wall_clock_breakdown=true"],
-         ["strategy.deepspeed_config"]),
-        (["strategy=zero3", "strategy.fsdp.prefetch=2", "strategy.offload_path=."],
-         ["strategy.offload_path", "strategy.fsdp"]),
+        (
+            ["strategy=fsdp", "strategy.fsdp.prefetch=2", f"{RAW}wall_clock_breakdown=true"],
+            ["strategy.deepspeed_config"],
+        ),
+        (
+            ["strategy=zero3", "strategy.fsdp.prefetch=2", "strategy.offload_path=."],
+            ["strategy.offload_path", "strategy.fsdp"],
+        ),
         (["strategy=zero1", "strategy.engine=mesh"], ["strategy.deepspeed"]),
         (["strategy=zero3_cpu", f"{RAW}wall_clock_breakdown=true"], []),
     ],
-)  # fmt: skip
+)
 def test_what_does_nothing_here_is_said(overrides: list[str], keys: list[str]) -> None:
     config, _ = compose([*BASE, *overrides])
     assert [notice.key for notice in preflight(config) if "does nothing here" in notice.text] == keys

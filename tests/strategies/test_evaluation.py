@@ -16,7 +16,9 @@ CASE = Case(model="llama", steps=1)
 
 
 def evaluated(dims: ParallelDims, counts: list[int]) -> float:
-    """The sum of losses over all processes of a step batch in which rank r has ``counts[r]`` samples, one a micro-batch."""
+    """The sum of losses over all processes of a step batch in which rank r has ``counts[r]`` samples, one a
+    micro-batch.
+    """
     rank = dist.get_rank()
     found: list[float] = []
 
@@ -61,9 +63,14 @@ def generated(dims: ParallelDims) -> list[int]:
         given = torch.arange(5)[None]
         with torch.no_grad():
             made = model.generate(
-                given, attention_mask=torch.ones_like(given), max_new_tokens=6, do_sample=False, use_cache=True,
-                pad_token_id=0, synced_gpus=dims.dp_shard > 1,
-            )  # fmt: skip
+                given,
+                attention_mask=torch.ones_like(given),
+                max_new_tokens=6,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+                synced_gpus=dims.dp_shard > 1,
+            )
         found.append(made[0].tolist())
         model.train()
 

@@ -47,22 +47,39 @@ class Watch(pl.Callback):
 
 
 def trained(
-    model_name: str, micro_batch_size: int, precision: str = "fp32", chunk: int = 7, max_norm: float | None = None,
-    poison: int | None = None, steps: int = STEPS,
+    model_name: str,
+    micro_batch_size: int,
+    precision: str = "fp32",
+    chunk: int = 7,
+    max_norm: float | None = None,
+    poison: int | None = None,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy = MeshStrategy(
-        ParallelDims(dp_replicate=world), CPU, ParallelOptions(precision=precision, bucket_mib=0.01), max_norm=max_norm,
+        ParallelDims(dp_replicate=world),
+        CPU,
+        ParallelOptions(precision=precision, bucket_mib=0.01),
+        max_norm=max_norm,
         materialise=lambda model, device: materialise(model, 5, device),
     )
     objective = CausalLMObjective(build_meta(MODELS[model_name]), adamw, lambda step: 1.0, chunk)
     watch = Watch(poison)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, max_steps=steps, logger=False, callbacks=[watch],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_steps=steps,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        val_check_interval=NEVER,
+        check_val_every_n_epoch=None,
     )
     quiet_signals(trainer)
     step_batches = [step_batch(step, rank, world, micro_batch_size) for step in range(steps)]

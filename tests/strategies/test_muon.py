@@ -21,16 +21,27 @@ from tests.support.training import MUON, Case, assembled, norm_of, plain, traine
 OPTIONS: dict[str, Any] = {"weight_decay": 0.1, "adamw_lr": 3e-4}
 MICRO = {"micro_batches": 2}
 WAYS = {
-    "single": ParallelDims(), "ddp 2": ParallelDims(dp_replicate=2), "fsdp 2": ParallelDims(dp_shard=2),
-    "fsdp 4": ParallelDims(dp_shard=4), "hsdp 2x2": ParallelDims(dp_replicate=2, dp_shard=2),
+    "single": ParallelDims(),
+    "ddp 2": ParallelDims(dp_replicate=2),
+    "fsdp 2": ParallelDims(dp_shard=2),
+    "fsdp 4": ParallelDims(dp_shard=4),
+    "hsdp 2x2": ParallelDims(dp_replicate=2, dp_shard=2),
     "tp 2": ParallelDims(tp=2),
-    "tp 2 x dp_shard 2": ParallelDims(tp=2, dp_shard=2), "pp 2": ParallelDims(pp=2),
-    "pp 2 x tp 2": ParallelDims(pp=2, tp=2), "cp 2": ParallelDims(cp=2), "tp 4": ParallelDims(tp=4),
-    "ep 2": ParallelDims(dp_shard=2, ep=2), "ep 2 of 4": ParallelDims(dp_shard=4, ep=2),
+    "tp 2 x dp_shard 2": ParallelDims(tp=2, dp_shard=2),
+    "pp 2": ParallelDims(pp=2),
+    "pp 2 x tp 2": ParallelDims(pp=2, tp=2),
+    "cp 2": ParallelDims(cp=2),
+    "tp 4": ParallelDims(tp=4),
+    "ep 2": ParallelDims(dp_shard=2, ep=2),
+    "ep 2 of 4": ParallelDims(dp_shard=4, ep=2),
     "tp 2 x dp_shard 2 x ep 4": ParallelDims(tp=2, dp_shard=2, ep=4),
-}  # fmt: skip
-CELLS = [(name, model) for name, dims in WAYS.items() for model in ("llama", "gpt2", "mixtral")
-         if model == "mixtral" or dims.ep == 1]  # fmt: skip
+}
+CELLS = [
+    (name, model)
+    for name, dims in WAYS.items()
+    for model in ("llama", "gpt2", "mixtral")
+    if model == "mixtral" or dims.ep == 1
+]
 QUICK = [("tp 2 x dp_shard 2", "gpt2"), ("fsdp 2", "mixtral"), ("single", "llama")]
 
 
@@ -39,8 +50,7 @@ def way_of(name: str, model: str) -> Way:
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.exhaustive) for cell in CELLS],
+    ("name", "model"), [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.exhaustive) for cell in CELLS]
 )
 def test_muon_is_one_process_and_goes_on_from_its_checkpoint(name: str, model: str, tmp_path: Path) -> None:
     """Fused queries, keys and values under tensor parallelism, experts cut by width, by number, and by FSDP2."""
@@ -67,5 +77,3 @@ def error_in_bf16(name: str, model: str) -> float:
 def test_in_bf16_a_strategy_is_as_near_to_fp32_as_one_process(name: str) -> None:
     alone = error_in_bf16("single", "llama")
     assert 0 < error_in_bf16(name, "llama") <= 1.5 * alone + 1e-7
-
-

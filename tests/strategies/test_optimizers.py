@@ -28,11 +28,17 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.SGD": {**DECAYED, "momentum": 0.9, "nesterov": True},
     "torch.optim.Adagrad": DECAYED,
     OWN + "Counting": {},
-    "torch.optim.ASGD": DECAYED, "torch.optim.Adadelta": DECAYED, "torch.optim.Adam": DECAYED,
-    "torch.optim.AdamW": {**DECAYED, "amsgrad": True}, "torch.optim.Adamax": DECAYED, "torch.optim.NAdam": DECAYED,
-    "torch.optim.RAdam": DECAYED, "torch.optim.RMSprop": {"eps": 1e-4, "centered": True}, "torch.optim.Rprop": {},
+    "torch.optim.ASGD": DECAYED,
+    "torch.optim.Adadelta": DECAYED,
+    "torch.optim.Adam": DECAYED,
+    "torch.optim.AdamW": {**DECAYED, "amsgrad": True},
+    "torch.optim.Adamax": DECAYED,
+    "torch.optim.NAdam": DECAYED,
+    "torch.optim.RAdam": DECAYED,
+    "torch.optim.RMSprop": {"eps": 1e-4, "centered": True},
+    "torch.optim.Rprop": {},
     OWN + "Lion": DECAYED,
-}  # fmt: skip
+}
 QUICK = 3
 OF_TENSORS: dict[str, dict[str, Any]] = {"torch.optim.Adafactor": {"weight_decay": 0.0}, OWN + "ByNorm": {}}
 """Those that need whole tensors."""

@@ -24,8 +24,12 @@ sys.stdin.readline()
 
 
 def hold(root: Path, token: str, user: int | str = "") -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(root), token, str(user)], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(root), token, str(user)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     return process

@@ -29,8 +29,13 @@ def launched(cache: Path, cwd: Path, *arguments: str) -> ForkedProgram:
 def start(cache: Path, cwd: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start it in an interpreter of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "mgpu_pipe", *arguments], cwd=cwd, env=environment(cache), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options,
+        [sys.executable, "-m", "mgpu_pipe", *arguments],
+        cwd=cwd,
+        env=environment(cache),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
     )
 
 
@@ -77,4 +82,3 @@ def workers_of(launcher: ForkedProgram) -> list[int]:
     forked = f"/proc/{launcher.pid}/cmdline"
     found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return [int(pid) for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes() == Path(forked).read_bytes()]
-

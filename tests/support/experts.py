@@ -16,10 +16,17 @@ from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
 from tests.support.tiny import COMMON, MODELS, global_batch
 
 QWEN3_MOE = ModelConfig(
-    name="qwen3_moe", type="qwen3_moe",
-    config={**COMMON, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-            "norm_topk_prob": True},
-)  # fmt: skip
+    name="qwen3_moe",
+    type="qwen3_moe",
+    config={
+        **COMMON,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+)
 MIXTURES = {"mixtral": MODELS["mixtral"], "qwen3_moe": QWEN3_MOE}
 SEED = 5
 

@@ -17,11 +17,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytorch_lightning", "transformers",
-           "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
-           "transformers.models.qwen3.modeling_qwen3", "transformers.models.mixtral.modeling_mixtral",
-           "mgpu_pipe.training.run", "mgpu_pipe.cli", "mgpu_pipe.config.hydra_cli", "mgpu_pipe.launch.join",
-           "mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_rest"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "pytorch_lightning",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.mixtral.modeling_mixtral",
+    "mgpu_pipe.training.run",
+    "mgpu_pipe.cli",
+    "mgpu_pipe.config.hydra_cli",
+    "mgpu_pipe.launch.join",
+    "mgpu_pipe.launch.local",
+    "mgpu_pipe.launch.worker",
+    "tests.support.preload_rest",
+]
 TIMEOUT_S = 240.0
 
 
@@ -35,18 +48,33 @@ def preloaded() -> Any:
 
 
 def _entry(
-    rank: int, world_size: int, store: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
     out: Any,
-) -> None:  # fmt: skip
+) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                      LOCAL_WORLD_SIZE=str(world_size), GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size,
+            "gloo",
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
         result = function(*args)
@@ -74,9 +102,10 @@ def run_processes(
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_entry, daemon=True,
+                target=_entry,
+                daemon=True,
                 args=(rank, world_size, str(Path(folder) / "store"), timeout_s, function, args, sender),
-            )  # fmt: skip
+            )
             process.start()
             sender.close()
             pipes.append(receiver)

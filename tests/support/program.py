@@ -29,9 +29,16 @@ class ForkedWorker:
     """In the place of the launcher's subprocess.Popen: ``python -m <module> <arguments>`` without a new interpreter."""
 
     def __init__(
-        self, argv: Sequence[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str],
-        pass_fds: Sequence[int], start_new_session: bool,
-    ) -> None:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+    ) -> None:
         assert argv[:2] == [sys.executable, "-m"] and stdin == subprocess.DEVNULL and stdout is stderr
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,8 +11,15 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 
 VOCABULARY, SEQ_LEN = 96, 24
-COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
 MODELS = {
     "llama": ModelConfig(name="llama", type="llama", config=dict(COMMON)),
     "qwen3": ModelConfig(name="qwen3", type="qwen3", config={**COMMON, "head_dim": 8}),
@@ -22,9 +29,18 @@ MODELS = {
     # Large enough for what is written in local shards of a mebibyte.
     "wide": ModelConfig(name="wide", type="llama", config={**COMMON, "hidden_size": 256, "intermediate_size": 768}),
     "gpt2": ModelConfig(
-        name="gpt2", type="gpt2",
-        config={"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
-                "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        name="gpt2",
+        type="gpt2",
+        config={
+            "vocab_size": VOCABULARY,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
     ),
 }
 

@@ -190,8 +190,10 @@ class PairOfOptimizers(torch.optim.Optimizer):
         self.views = [(p, i) for p in matrices for i in (range(len(p)) if p.dim() == 3 else [None])]
         flat = [p if i is None else p.detach()[i] for p, i in self.views]
         others = [p for p in model.parameters() if id(p) not in chosen]
-        groups = [{"params": [p for p in others if p.dim() >= 2]},
-                  {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
+        groups = [
+            {"params": [p for p in others if p.dim() >= 2]},
+            {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW(groups, **rest)
         self.muon = torch.optim.Muon(flat, **{**options, "lr": options.get("lr", LR)})
         self.flat, self.exact = flat, case.precision == "fp32"
@@ -221,10 +223,16 @@ def stock_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
 def optimizer_of(case: Case) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
     """The program's, of the same options."""
     options = dict(case.optimizer_options)
-    return optimizer_factory(OptimizerConfig(
-        _target_=case.optimizer, lr=options.pop("lr", LR), decay_norms_and_biases=case.optimizer != MUON,
-        weight_decay=options.pop("weight_decay", 0.0), options=options,
-    ), case.precision)  # fmt: skip
+    return optimizer_factory(
+        OptimizerConfig(
+            _target_=case.optimizer,
+            lr=options.pop("lr", LR),
+            decay_norms_and_biases=case.optimizer != MUON,
+            weight_decay=options.pop("weight_decay", 0.0),
+            options=options,
+        ),
+        case.precision,
+    )
 
 
 class BranchObjective(CausalLMObjective):
@@ -265,12 +273,11 @@ class Watch(pl.Callback):
 def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     """The mesh engine, or DeepSpeed's where the case names a ZeRO stage."""
     common: dict[str, Any] = {
-        "max_norm": case.max_norm, "materialise": functools.partial(filled, seed=case.seed),
+        "max_norm": case.max_norm,
+        "materialise": functools.partial(filled, seed=case.seed),
         "dropout_seed": SEED if case.dropout else None,
-    }  # fmt: skip
-    how: dict[str, Any] = {
-        "precision": case.precision, "activation_checkpointing": case.checkpointing, **case.options
-    }  # fmt: skip
+    }
+    how: dict[str, Any] = {"precision": case.precision, "activation_checkpointing": case.checkpointing, **case.options}
     if dims.pp > 1:
         costs = layer_costs(resolved_fields(model_config(case)), SEQ_LEN)
         how["pipeline"] = PipelinePlan.make(case.schedule, dims.pp, costs, stages_per_rank=case.stages_per_rank)
@@ -281,9 +288,14 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
     block = "h.0" if case.model == "gpt2" else "layers.0"
     raw = {"zero_optimization": {"leaf_module": {"name_suffixes": [block]}}} if case.branches else None
     settings = generate(
-        plan, stage=case.zero_stage, precision=case.precision, bucket_mib=0.01, offload=case.offload,
-        offload_path=case.offload_path, raw=raw,
-    )  # fmt: skip
+        plan,
+        stage=case.zero_stage,
+        precision=case.precision,
+        bucket_mib=0.01,
+        offload=case.offload,
+        offload_path=case.offload_path,
+        raw=raw,
+    )
     return DeepSpeedStrategy(dims, CPU, settings, seed=case.seed, **common, **how)
 
 
@@ -292,7 +304,10 @@ def copied(shards: list[LocalShard]) -> list[LocalShard]:
 
 
 def trained(
-    case: Case, dims: ParallelDims, first_step: int = 0, on_start: Callable[[Any], None] | None = None,
+    case: Case,
+    dims: ParallelDims,
+    first_step: int = 0,
+    on_start: Callable[[Any], None] | None = None,
     on_end: Callable[[Any], None] | None = None,
 ) -> Outcome:
     """Train ``case`` on this process of the group; a collective call."""
@@ -306,10 +321,19 @@ def trained(
     objective = cls(model, optimizer_of(case), lambda step: 1.0, 7)
     watch = Watch(on_start)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_steps=case.steps, logger=False,
-        callbacks=[watch], enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, val_check_interval=NEVER, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_steps=case.steps,
+        logger=False,
+        callbacks=[watch],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        val_check_interval=NEVER,
+        check_val_every_n_epoch=None,
+    )
     quiet_signals(trainer)
     at, size = dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size
     steps = range(first_step, first_step + case.steps)
@@ -317,9 +341,8 @@ def trained(
     if on_end is not None:
         on_end(strategy)
     return Outcome(
-        watch.losses, watch.norms, copied(strategy.model_shards()), watch.gradients,
-        copied(strategy.optimizer_shards()),
-    )  # fmt: skip
+        watch.losses, watch.norms, copied(strategy.model_shards()), watch.gradients, copied(strategy.optimizer_shards())
+    )
 
 
 def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -344,9 +367,12 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
             inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"], "use_cache": False}
             cast = {name: p.to(dtype) for name, p in model.named_parameters()}
             logits = torch.func.functional_call(model, cast, kwargs=inputs).logits.float()
-            loss = F.cross_entropy(
-                logits.flatten(0, 1), part["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-            ) / count
+            loss = (
+                F.cross_entropy(
+                    logits.flatten(0, 1), part["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+                )
+                / count
+            )
             loss.backward()
             total += loss.item()
         present = [p.grad for p in model.parameters() if p.grad is not None]
@@ -369,7 +395,9 @@ def assembled(by_rank: list[list[LocalShard]]) -> dict[str, torch.Tensor]:
     for shards in by_rank:
         for shard in shards:
             known = held.setdefault(shard.tensor_slice.name, {})
-            assert shard.tensor_slice not in known or torch.equal(known[shard.tensor_slice], shard.tensor), shard.tensor_slice.key
+            assert shard.tensor_slice not in known or torch.equal(known[shard.tensor_slice], shard.tensor), (
+                shard.tensor_slice.key
+            )
             known[shard.tensor_slice] = shard.tensor
             shapes[shard.tensor_slice.name] = shard.global_shape
     found = {}
@@ -378,7 +406,9 @@ def assembled(by_rank: list[list[LocalShard]]) -> dict[str, torch.Tensor]:
         assert fault is None, f"{name}: {fault}"
         whole = torch.empty(shapes[name], dtype=next(iter(tensor_slices.values())).dtype)
         for tensor_slice, tensor in tensor_slices.items():
-            whole[tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))] = tensor
+            whole[tuple(slice(o, o + n) for o, n in zip(tensor_slice.offsets, tensor_slice.shape, strict=True))] = (
+                tensor
+            )
         found[name] = whole
     return found
 

@@ -24,9 +24,15 @@ def _entry(rank: int, world_size: int, port: int, cwd: str, cache: str, argument
     os.dup2(out, 2)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in (1, 2))
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MGPU_PIPE_CACHE=cache, OMP_NUM_THREADS="1",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        MGPU_PIPE_CACHE=cache,
+        OMP_NUM_THREADS="1",
+    )
     from mgpu_pipe.cli import main
 
     code = main(arguments)

@@ -10,9 +10,10 @@ from mgpu_pipe.training.optimizer_probe import probe
 
 OWN = "tests.support.own_optimizers."
 TORCHS = {
-    name: cls for name, cls in vars(torch.optim).items()
+    name: cls
+    for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -27,10 +28,13 @@ def test_every_optimizer_of_torch_is_what_the_table_says(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "scope", "in_place", "at_start"),
     [
-        ("Counting", "element", False, False), ("Lion", "element", True, False), ("Early", "element", True, True),
-        ("ByNorm", "tensor", True, False), ("Clipping", "model", True, False),
+        ("Counting", "element", False, False),
+        ("Lion", "element", True, False),
+        ("Early", "element", True, True),
+        ("ByNorm", "tensor", True, False),
+        ("Clipping", "model", True, False),
     ],
-)  # fmt: skip
+)
 def test_how_far_a_users_optimizer_looks_is_found_out(name: str, scope: str, in_place: bool, at_start: bool) -> None:
     found = probe(OWN + name, 1e-2, 0.01, {})
     assert (found.refusal, found.scope, found.in_place, found.state_at_start) == (None, scope, in_place, at_start)
@@ -39,7 +43,8 @@ def test_how_far_a_users_optimizer_looks_is_found_out(name: str, scope: str, in_
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Noisy", "draws random numbers"), ("Remembering", "keeps state outside of its parameters' state"),
+        ("Noisy", "draws random numbers"),
+        ("Remembering", "keeps state outside of its parameters' state"),
         ("Listing", "its state 'last' is a list"),
     ],
 )

@@ -44,8 +44,10 @@ def test_lines_name_first_and_last_step_and_about_every_twentieth_part() -> None
     assert steps[-1] == 1000
     assert len(steps) == len(set(steps))
     assert 20 <= len(steps) <= 22
-    assert stream.getvalue().splitlines()[-1].startswith(
-        "step 1000/1000 (100%)  loss 1.0000  lr 0.0003  2.5k tok/s  elapsed "
+    assert (
+        stream.getvalue()
+        .splitlines()[-1]
+        .startswith("step 1000/1000 (100%)  loss 1.0000  lr 0.0003  2.5k tok/s  elapsed ")
     )
 
 

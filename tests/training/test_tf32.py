@@ -18,9 +18,9 @@ def settings() -> tuple[str, bool]:
 @pytest.fixture
 def model() -> Iterator[LlamaForCausalLM]:
     before = settings()
-    yield LlamaForCausalLM(LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-    ))  # fmt: skip
+    yield LlamaForCausalLM(
+        LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
 

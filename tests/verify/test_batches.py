@@ -17,7 +17,9 @@ def test_windows_share_the_global_batch() -> None:
         assert torch.equal(torch.cat(parts), value)
         assert all(part.shape == (2, 32) for part in parts)
     assert {(step_batch.first_sample, step_batch.num_samples) for step_batch in step_batches} == {(36, 12)}
-    assert {step_batch.loss_denominator for step_batch in step_batches} == {int((batch["labels"] != IGNORE_INDEX).sum())}
+    assert {step_batch.loss_denominator for step_batch in step_batches} == {
+        int((batch["labels"] != IGNORE_INDEX).sum())
+    }
 
 
 def test_labels_follow_the_inputs_inside_documents_only() -> None:

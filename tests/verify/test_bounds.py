@@ -9,15 +9,19 @@ from mgpu_pipe.verify.certificate import Certificate, failures, holds
 
 
 def test_the_worst_is_the_one_nearest_to_or_farthest_beyond_its_bound() -> None:
-    found = worst_of([
-        Measurement("gradient", "a", 1, 1e-6, 1e-5),
-        Measurement("gradient", "b", 2, 5e-7, 1e-7),  # smaller, but five times its bound
-        Measurement("loss", "rank 0", 1, 2e-6, 1e-5),
-        Measurement("initial weights", "a", 0, 0.0, 0.0),
-    ])  # fmt: skip
+    found = worst_of(
+        [
+            Measurement("gradient", "a", 1, 1e-6, 1e-5),
+            Measurement("gradient", "b", 2, 5e-7, 1e-7),  # smaller, but five times its bound
+            Measurement("loss", "rank 0", 1, 2e-6, 1e-5),
+            Measurement("initial weights", "a", 0, 0.0, 0.0),
+        ]
+    )
     assert [(one.quantity, one.where, one.passed) for one in found] == [
-        ("initial weights", "a", True), ("loss", "rank 0", True), ("gradient", "b", False),
-    ]  # fmt: skip
+        ("initial weights", "a", True),
+        ("loss", "rank 0", True),
+        ("gradient", "b", False),
+    ]
 
 
 def test_an_exact_bound_is_broken_by_anything() -> None:

@@ -22,7 +22,9 @@ TARGET = "model.layers.1.mlp.down_proj.weight"
 def verified(config: RunConfig, planted: str = "") -> list[Worst]:
     """The comparison with one of the errors below; a list for every rank, empty but on rank 0."""
     return worst_of(
-        compare(config, step_batch_maker=WINDOWS.get(planted, step_batch_of), on_start=STARTS.get(planted, lambda s: None))
+        compare(
+            config, step_batch_maker=WINDOWS.get(planted, step_batch_of), on_start=STARTS.get(planted, lambda s: None)
+        )
     )
 
 
@@ -64,8 +66,11 @@ def wrong_samples(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepBa
 
 WINDOWS = {"normalizer": wrong_normalizer, "samples": wrong_samples}
 STARTS = {
-    "gradient": wrong_gradient, "initialisation": wrong_initialisation, "clipping": wrong_clipping, "rate": wrong_rate,
-}  # fmt: skip
+    "gradient": wrong_gradient,
+    "initialisation": wrong_initialisation,
+    "clipping": wrong_clipping,
+    "rate": wrong_rate,
+}
 
 
 def broken(worst: list[Worst]) -> dict[str, Worst]:
@@ -101,9 +106,13 @@ def test_one_process_under_other_settings(override: str) -> None:
 @pytest.mark.parametrize("chunk", ["0", "auto"])
 def test_bf16_is_as_good_as_one_bf16_process(chunk: str) -> None:
     config = small_run(
-        "model=llama_tiny", "strategy=ddp", "trainer.devices=2", "precision=bf16",
-        f"objective.loss_chunk_tokens={chunk}", steps=10,
-    )  # fmt: skip
+        "model=llama_tiny",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "precision=bf16",
+        f"objective.loss_chunk_tokens={chunk}",
+        steps=10,
+    )
     first = run_processes(2, verified, config)[0]
     assert broken(first) == {}
     errors = {one.quantity: one.error for one in first}

@@ -55,9 +55,7 @@ def test_a_certificate(tmp_path: Path) -> None:
     assert set(values["worst"]) == {"initial_weights", "loss", "gradient_norm", "gradient", "weights"}
     assert values["worst"]["gradient"]["where"].endswith((".weight", ".bias"))
     assert 0 < values["worst"]["gradient"]["error"] <= values["worst"]["gradient"]["bound"]
-    assert values["shrunk"]["optimizer.lr"] == {
-        "from": 1e-3, "to": 3e-4, "why": "the bounds hold for rates up to 3e-4",
-    }  # fmt: skip
+    assert values["shrunk"]["optimizer.lr"] == {"from": 1e-3, "to": 3e-4, "why": "the bounds hold for rates up to 3e-4"}
     assert "note: optimizer.lr=0.0003 here instead of 0.001" in done.stderr
     for quantity in ("loss", "gradient norm", "gradient", "weights"):
         assert quantity in done.stdout

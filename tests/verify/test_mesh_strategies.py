@@ -46,12 +46,16 @@ def broken(worst: list[Worst]) -> dict[str, Worst]:
 @pytest.mark.parametrize(
     "overrides",
     [
-        FSDP, HSDP, (*FSDP, "data.micro_batch_size=2", "strategy.fsdp.reshard_after_forward=false"),
-        (*FSDP, "strategy.fsdp.reshard_after_forward=true"), (*HSDP, "data.micro_batch_size=2"),
-        (*FSDP, "precision=fp16"), (*HSDP, "precision=bf16_true"),
+        FSDP,
+        HSDP,
+        (*FSDP, "data.micro_batch_size=2", "strategy.fsdp.reshard_after_forward=false"),
+        (*FSDP, "strategy.fsdp.reshard_after_forward=true"),
+        (*HSDP, "data.micro_batch_size=2"),
+        (*FSDP, "precision=fp16"),
+        (*HSDP, "precision=bf16_true"),
         (*FSDP, "model.freeze=['model.embed_tokens.*']"),
     ],
-)  # fmt: skip
+)
 def test_sharded_strategies_are_the_plain_computation(overrides: tuple[str, ...]) -> None:
     config = small_run("model=llama_tiny", "trainer.devices=4", *overrides)
     first, *_ = run_processes(4, verified, config, False)
@@ -89,8 +93,12 @@ def test_one_ranks_wrong_gradient_is_found(overrides: tuple[str, ...]) -> None:
 @pytest.mark.usefixtures("torch_compile")
 def test_compiled_blocks_are_the_plain_computation() -> None:
     config = small_run(
-        "model=llama_tiny", "trainer.devices=2", *FSDP, "model.compile=true", "strategy.activation_checkpointing=full",
+        "model=llama_tiny",
+        "trainer.devices=2",
+        *FSDP,
+        "model.compile=true",
+        "strategy.activation_checkpointing=full",
         "trainer.max_steps=2",
-    )  # fmt: skip
+    )
     assert config.model.compile
     assert broken(run_processes(2, verified, config, False)[0]) == {}

@@ -53,10 +53,18 @@ def test_the_exit_code_and_the_parameter(preset: str, tmp_path: Path, request: p
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     done = run_program(
-        ["verify", f"strategy={preset}", "model=llama_tiny", "trainer.devices=4", "objective.name=wrong_on_rank_1",
-         *MORE.get(preset, ())],
-        tmp_path, {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "OMP_NUM_THREADS": "1"}, 300,
-    )  # fmt: skip
+        [
+            "verify",
+            f"strategy={preset}",
+            "model=llama_tiny",
+            "trainer.devices=4",
+            "objective.name=wrong_on_rank_1",
+            *MORE.get(preset, ()),
+        ],
+        tmp_path,
+        {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}", "OMP_NUM_THREADS": "1"},
+        300,
+    )
     assert done.returncode == 1, done.stderr
     assert f"error: gradient, {TARGET}.weight, step " in done.stderr
     assert "error: loss" not in done.stderr

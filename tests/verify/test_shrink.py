@@ -22,9 +22,7 @@ from mgpu_pipe.verify.shrink_model import shrink_model
 from tests.verify.support import composed
 
 SHIPPED = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem != "hf")
-FAMILIES = [
-    "deepseek_v3", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "olmo2", "opt", "phi3", "qwen2_moe", "smollm3",
-]  # fmt: skip
+FAMILIES = ["deepseek_v3", "gemma2", "gemma3_text", "gpt_neox", "gpt2", "olmo2", "opt", "phi3", "qwen2_moe", "smollm3"]
 
 
 def small(config: RunConfig, **sizes: int) -> Shrunk:
@@ -117,8 +115,15 @@ def test_the_batch_accumulates_where_the_configured_one_does() -> None:
 
 
 def test_what_decides_the_numbers_is_kept() -> None:
-    config = composed("optimizer=sgd", "optimizer.options.momentum=0.9", "trainer.gradient_clip_val=0.3",
-                      "precision=bf16", "scheduler=wsd", "scheduler.warmup_steps=50", "optimizer.lr=1e-4")  # fmt: skip
+    config = composed(
+        "optimizer=sgd",
+        "optimizer.options.momentum=0.9",
+        "trainer.gradient_clip_val=0.3",
+        "precision=bf16",
+        "scheduler=wsd",
+        "scheduler.warmup_steps=50",
+        "optimizer.lr=1e-4",
+    )
     found = small(config).config
     assert found.optimizer == config.optimizer
     assert found.trainer.gradient_clip_val == 0.3
