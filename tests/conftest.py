@@ -15,11 +15,7 @@ from mgpu_pipe.config.threads import limit_threads
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.strategies.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
-from tests.support.tables import (  # noqa: F401  pytest finds hooks here
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-    pytest_testnodedown,
-)
+from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
 limit_threads(os.environ)
