@@ -112,7 +112,7 @@ class CheckpointReader:
         for shard in shards:
             if tuple(shard.tensor.shape) != shard.tensor_slice.shape:
                 raise ValueError(
-                    f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its box's"
+                    f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its slice's"
                 )
             for source, file in self.manifest.tensors[kind][shard.tensor_slice.name].tensor_slices:
                 both = source.intersection(shard.tensor_slice)

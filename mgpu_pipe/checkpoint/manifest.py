@@ -154,7 +154,7 @@ def _parse_tensor(name: str, value: Any, records: Mapping[str, FileRecord], wher
     for item in as_list(fields["boxes"], where):
         parts = as_list(item, where)
         if len(parts) != 3:
-            raise CheckpointError(f"{where}: has a box that is not [offsets, shape, file]")
+            raise CheckpointError(f"{where}: has a slice that is not [offsets, shape, file]")
         file = as_text(parts[2], where)
         if file not in records or file in (STATE, CONFIG):
             raise CheckpointError(f"{where}: lies in {file[:80]!r}, which is no tensor file of this checkpoint")

@@ -75,16 +75,16 @@ def tiling_fault(global_shape: Sequence[int], tensor_slices: Sequence[TensorSlic
                 held = f"{tensor_slice.key} of shape {list(tensor_slice.shape)}"
                 return f"{held} leaves the tensor of shape {list(global_shape)}"
     if 0 not in global_shape and not all(tensor_slice.volume for tensor_slice in tensor_slices):
-        return f"one of its {len(tensor_slices)} boxes holds nothing"
+        return f"one of its {len(tensor_slices)} slices holds nothing"
     try:
         overlap = None if 0 in global_shape else _first_overlap(list(tensor_slices), range(len(global_shape)))
     except _TooEntangled:
-        return f"its {len(tensor_slices)} boxes are cut in no way that a strategy cuts"
+        return f"its {len(tensor_slices)} slices are cut in no way that a strategy cuts"
     if overlap:
         return f"{overlap[0].key} and {overlap[1].key} overlap"
     covered, volume = sum(tensor_slice.volume for tensor_slice in tensor_slices), prod(global_shape)
     if covered != volume or not tensor_slices:
-        return f"{len(tensor_slices)} boxes hold {covered} of the {volume} elements"
+        return f"{len(tensor_slices)} slices hold {covered} of the {volume} elements"
     return None
 
 

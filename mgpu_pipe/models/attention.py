@@ -127,7 +127,7 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
     """Keyword arguments of ``model(...)`` (or of its base model) for one micro-batch; labels are left out.
 
     Args:
-        batch: ``input_ids`` and ``position_ids`` of shape (rows, seq_len), see :class:`StepWindow`.
+        batch: ``input_ids`` and ``position_ids`` of shape (rows, seq_len), see :class:`StepBatch`.
 
     Returns:
         ``input_ids``, ``use_cache=False`` and what keeps documents apart. Under flash attention the rows are laid end

@@ -125,7 +125,7 @@ class RouterLoss:
         gradients are those of ``scale * (loss_sum / loss_denominator + coefficient * sequence_sum / num_samples)``.
         """
         if self._seed is None:
-            raise RuntimeError("start_window comes before the first micro-batch")
+            raise RuntimeError("start_step comes before the first micro-batch")
         auxiliary = self._seed * self.sequence_sum(labels)
         return loss_sum + (auxiliary - auxiliary.detach()).to(loss_sum.dtype)
 

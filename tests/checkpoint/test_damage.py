@@ -158,7 +158,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no hash": (lambda m: m["files"][MODEL].update(sha256=["x", "y"]), "no SHA-256"),
     "other shape": (lambda m: _tensor(m).update(shape=[34]), "hold 33 of the 34 elements"),
     "other dims": (lambda m: _tensor(m).update(shape=[33, 1]), "dimensions"),
-    "no boxes": (lambda m: _tensor(m).update(tensor_slices=[]), "0 boxes"),
+    "no boxes": (lambda m: _tensor(m).update(boxes=[]), "0 slices"),
     "overlap": (lambda m: _tensor(m)["boxes"].append([[1], [3], MODEL]), "overlap"),
     "unknown file": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "model-00009.safetensors"), "no tensor file"),
     "state as weights": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "state.json"), "no tensor file"),
@@ -169,7 +169,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "holds nothing under head@0",
     ),
     "box not there": (
-        lambda m: _tensor(m).update(tensor_slices=[[[0], [3], MODEL], [[3], [30], MODEL]]),
+        lambda m: _tensor(m).update(boxes=[[[0], [3], MODEL], [[3], [30], MODEL]]),
         r"holds F32 \[33\] under",
     ),
     "wrong type": (lambda m: m.update(tensors=[]), "no JSON object"),

@@ -27,7 +27,7 @@ def elements(shape: tuple[int, ...], start: int, stop: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_range_is_held_in_order_by_few_boxes(shape: tuple[int, ...]) -> None:
+def test_every_range_is_held_in_order_by_few_slices(shape: tuple[int, ...]) -> None:
     for start, stop in itertools.combinations_with_replacement(range(prod(shape) + 1), 2):
         assert elements(shape, start, stop) == list(range(start, stop))
         assert len(flat_slices("w", shape, start, stop)) <= max(1, 2 * len(shape) - 1)

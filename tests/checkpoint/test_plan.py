@@ -46,7 +46,7 @@ def test_tiling_agrees_with_counting_every_element() -> None:
 
 
 @pytest.mark.parametrize(
-    ("box", "words"),
+    ("tensor_slice", "words"),
     [
         (TensorSlice("t", (0, 2), (2, 3)), "leaves the tensor"),
         (TensorSlice("t", (-1, 0), (2, 4)), "leaves the tensor"),
@@ -136,9 +136,9 @@ def test_shared_tensors_are_dealt_around_what_one_rank_alone_holds() -> None:
             r"rank 1 has F32 \[9\]",
         ),
         ([[Held("model", TensorSlice("t", (0,), (8,)), (8,), "F32")] * 2], "twice"),
-        ([[Held("optimizer", TensorSlice("t", (0,), (0,)), (8,), "F32")]], "0 boxes"),
+        ([[Held("optimizer", TensorSlice("t", (0,), (0,)), (8,), "F32")]], "0 slices"),
     ],
 )
-def test_boxes_that_do_not_make_up_the_tensor_are_refused(ranks: list[list[Held]], words: str) -> None:
+def test_slices_that_do_not_make_up_the_tensor_are_refused(ranks: list[list[Held]], words: str) -> None:
     with pytest.raises(CheckpointSaveError, match=words):
         plan_files(ranks)

@@ -18,7 +18,7 @@ from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.cli import main
 from mgpu_pipe.report.numbers import MISSING
 from mgpu_pipe.runs.lock import RunLock
-from tests.checkpoint.support import CUTS, cut_pieces, flip_bit, model_tensors, optimizer_tensors
+from tests.checkpoint.support import CUTS, cut_shards, flip_bit, model_tensors, optimizer_tensors
 
 STEPS = (10, 20, 30, 40)
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0}
@@ -40,7 +40,7 @@ def save_step(
     )
     state = {"topology": {"dp_shard": 4, "tp": 1}, "precision": "bf16", "metrics": {"val/loss": LOSSES.get(step, 9.0)}}
     weights, moments = {**model_tensors(seed), **changed}, optimizer_tensors(seed)
-    cut_model, cut_optimizer = (cut_pieces(tensors, CUTS[cut]) for tensors in (weights, moments))
+    cut_model, cut_optimizer = (cut_shards(tensors, CUTS[cut]) for tensors in (weights, moments))
     return save(run / "checkpoints", step, cut_model, cut_optimizer, state, run / "config.yaml")
 
 

@@ -22,7 +22,7 @@ from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from tests.families.cells import SEQ_LEN
-from tests.support.filling import fill, owned_pieces
+from tests.support.filling import fill, owned_shards
 
 ROWS = ((11, 8, 5), (4, 13, 7))
 """Lengths of the documents that make up a row each."""
@@ -187,7 +187,7 @@ def tensor_parallel(
     way = "packed, both at once" if isolates(config) else "padded, three at once"
     loss, _ = steps(model, ways(config, isolates(config))[way])
     reduce_replicated_gradients(model, group)
-    return loss, owned_pieces(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return loss, owned_shards(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def error(found: tuple[float, Mapping[str, torch.Tensor]], expected: Mapping[str, Any]) -> tuple[float, str]:
