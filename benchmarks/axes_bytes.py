@@ -95,7 +95,7 @@ def _measured(case: Case) -> dict[str, Any]:
     from mgpu_pipe.config.compose import compose
     from mgpu_pipe.config.freeze import freeze
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
     from mgpu_pipe.topology import ParallelDims
     from mgpu_pipe.training.run import train
 

@@ -53,7 +53,7 @@ def blocks(axis: str) -> dict[str, list[float]]:
     """Of both loops, seconds of every step after the warm-up of each block, and the last block's losses."""
     import torch.distributed as dist
 
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
 
     config = configured(axis)
     prepared = prepare(config)
@@ -235,7 +235,7 @@ def pipeline_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
 
 
 def main() -> None:
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
 
     rows = []
     for axis in sys.argv[1:] or list(PEERS):

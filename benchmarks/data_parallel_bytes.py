@@ -31,7 +31,7 @@ def measure(cases: list[tuple[str, str]], *overrides: str) -> list[dict[str, Any
     from mgpu_pipe.config.compose import compose
     from mgpu_pipe.config.freeze import freeze
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
     from mgpu_pipe.training.run import train
 
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -50,7 +50,7 @@ def blocks(strategy: str, peer: Block) -> dict[str, list[float]]:
     """Seconds of every step after the warm-up, of both."""
     import torch.distributed as dist
 
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
 
     config = configured(strategy)
     prepared = prepare(config)
@@ -134,7 +134,7 @@ def compare(name: str, title: str, peer: Block, names: dict[str, str]) -> None:
     Args:
         names: of the peer, for each strategy.
     """
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
 
     rows = []
     for strategy in names:

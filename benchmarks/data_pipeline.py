@@ -22,11 +22,11 @@ import numpy as np
 
 from benchmarks.support import finish
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.encode import encode_all
-from mgpu_pipe.data.packing import pack
-from mgpu_pipe.data.prepare import prepare
-from mgpu_pipe.data.sources import open_source
-from mgpu_pipe.data.tokenizer import encoder_spec, resolve_tokenizer
+from mgpu_pipe.data.text.encode import encode_all
+from mgpu_pipe.data.text.packing import pack
+from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.sources import open_source
+from mgpu_pipe.data.text.tokenizer import encoder_spec, resolve_tokenizer
 from mgpu_pipe.topology import BatchPlan
 
 COLUMNS = ("what", "amount", "seconds", "rate", "peer", "peer rate", "ratio")

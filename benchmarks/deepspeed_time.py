@@ -23,7 +23,7 @@ from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import train_step_batches
-from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.prepare import PreparedData, prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.runs.metrics_file import read_metrics

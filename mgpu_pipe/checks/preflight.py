@@ -166,12 +166,12 @@ def _check_freezing(config: RunConfig) -> None:
 
 
 def _check_data(config: RunConfig) -> None:
-    from mgpu_pipe.data.sources import FILE_SOURCES, check_sources
+    from mgpu_pipe.data.text.sources import FILE_SOURCES, check_sources
 
     if config.data.source not in FILE_SOURCES or config.data.paths:
         check_sources(config)
     if config.data.source == "chat_jsonl" and config.data.paths:
-        from mgpu_pipe.data.tokenizer import check_chat
+        from mgpu_pipe.data.text.tokenizer import check_chat
 
         check_chat(config)
 
@@ -179,7 +179,7 @@ def _check_data(config: RunConfig) -> None:
 def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
     """Of the tokenizer of a fine-tuning run: its ids (largest + 1), None where there is no tokenizer.json; and the
     vocabulary of the model that it was trained for, where it says so."""
-    from mgpu_pipe.data.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file
+    from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file
 
     chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
     path = Path(str(chosen)).expanduser()

@@ -16,7 +16,7 @@ from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_dev
 from mgpu_pipe.inference.load import LoadedRun
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
 
 def _prepared(run: LoadedRun, config: RunConfig) -> PreparedData:
     """The data, tokenised as the run's was: by the tokenizer that the run keeps, where another would come out."""
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
 
     kept = run.tokenizer_folder
     if not run.own and kept is None and config.data.source != "synthetic" and config.data.tokenizer == "auto":

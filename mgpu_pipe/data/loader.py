@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.dataset import PackedDataset
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.prepare import PreparedData
 from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.data.text.packed_dataset import PackedDataset
+from mgpu_pipe.data.text.prepare import PreparedData
 from mgpu_pipe.topology import BatchPlan
 
 # Samples whose order is computed at once: one call for many steps costs less than many calls.

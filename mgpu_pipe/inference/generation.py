@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_pipe.config.plain_files import check_folder
-from mgpu_pipe.data.tokenizer_folder import FILES, json_file
+from mgpu_pipe.data.text.tokenizer_folder import FILES, json_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.rotary import length_at_hand
 

@@ -41,7 +41,7 @@ from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
     from mgpu_pipe.launch.local import LaunchResult
 
 OFFER, PREPARED = "offer", "prepared"

@@ -33,7 +33,7 @@ from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
 
 WORKER = ("-m", "mgpu_pipe.launch.worker")
 LOOPBACK = Path("/sys/class/net/lo")
@@ -174,7 +174,7 @@ def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked)
 
 
 def prepare_data(config: RunConfig) -> PreparedData:
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.text.prepare import prepare
 
     with showing_preparation(config.trainer.progress) as progress:
         return prepare(config, progress)

@@ -20,7 +20,7 @@ from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
     from mgpu_pipe.launch.supervisor import Outcome
 
 

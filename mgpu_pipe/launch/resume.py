@@ -14,14 +14,14 @@ from mgpu_pipe.config.mathematics import Kind, differences, unequal
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.tokenizer_folder import token_differences
+from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.runs.newest import STARTS_FROM, recorded
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
 
 
 def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:

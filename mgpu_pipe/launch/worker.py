@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.config.schema import RunConfig
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.training.run import TrainResult
 
@@ -136,7 +136,7 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> PreparedData:
         DataError: this node's files are not rank 0's.
     """
     from mgpu_pipe.data.cache import locked, writing_to_cache
-    from mgpu_pipe.data.prepare import PreparedData, prepare
+    from mgpu_pipe.data.text.prepare import PreparedData, prepare
 
     prepared = PreparedData.from_dict(json.loads(paths.data.read_text(encoding="utf-8")))
     if prepared.folder.exists():
@@ -186,7 +186,7 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
 
 def _import_all() -> None:
     """What training needs, while the launcher prepares the data."""
-    import mgpu_pipe.data.prepare
+    import mgpu_pipe.data.text.prepare
     import mgpu_pipe.training.run  # noqa: F401
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.config.schema import RunConfig
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 LONGEST_SAMPLE = 600

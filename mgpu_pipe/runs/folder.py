@@ -31,7 +31,7 @@ from mgpu_pipe.runs.newest import STARTS_FROM, begun, is_run_folder, recorded, r
 from mgpu_pipe.runs.summary import read_summary
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
 CLOCK_STEP_S = 0.001

@@ -8,7 +8,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare import PreparedData
 
 
 def run_length(config: RunConfig, prepared: PreparedData) -> int:

@@ -20,7 +20,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
-from mgpu_pipe.data.prepare import PreparedData
+from mgpu_pipe.data.text.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.dataset import PackedDataset
-from mgpu_pipe.data.encode import EncodedBatch
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
-from mgpu_pipe.data.packing import pack, valid_tokens
-from mgpu_pipe.data.prepare import PreparedData, prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
-from mgpu_pipe.data.token_store import TokenStore, write_tokens
+from mgpu_pipe.data.text.encode import EncodedBatch
+from mgpu_pipe.data.text.packed_dataset import PackedDataset
+from mgpu_pipe.data.text.packing import pack, valid_tokens
+from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.token_store import TokenStore, write_tokens
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import load as load_frozen
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.text.prepare import prepare
 from mgpu_pipe.inference.generation import generate_text, load_tokenizer
 from mgpu_pipe.inference.load import load_run
 from tests.inference.support import write_run, write_texts
@@ -126,7 +126,7 @@ def test_a_wrong_argument_is_one_line(
 
 def plain_loss(root: Path, model: PreTrainedModel) -> tuple[float, int]:
     """The oracle: every held-out sample's documents one by one, each alone in its row."""
-    from mgpu_pipe.data.dataset import PackedDataset
+    from mgpu_pipe.data.text.packed_dataset import PackedDataset
 
     config = load_frozen(root / "config.yaml")
     prepared = prepare(config)

@@ -19,7 +19,7 @@ from mgpu_pipe.config.joined_world import existing_world, first_host, joined_pro
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, StrategyConfig, TrainerConfig
 from mgpu_pipe.data.cache import locked
-from mgpu_pipe.data.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.prepare import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.join import _prepare_on_every_node, _with_its_cause, check_world

@@ -16,8 +16,8 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import PreparedData, prepare
-from mgpu_pipe.data.tokenizer_folder import token_differences
+from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import CheckpointError, ConfigErrors
 from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
 

@@ -17,7 +17,7 @@ import pytest
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions, TrainerConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.text.prepare import prepare
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.folder import (

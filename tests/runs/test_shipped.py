@@ -11,7 +11,7 @@ import pytest
 from mgpu_pipe.config.compose import compose, conf_dir
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.text.prepare import prepare
 from tests.support.processes import run_processes
 
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from mgpu_pipe.data.files import check_unicode, json_row, missing_column
-from mgpu_pipe.data.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
+from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
 from mgpu_pipe.errors import DataError
 
 Span = tuple[int, int]

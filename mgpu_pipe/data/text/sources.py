@@ -5,7 +5,7 @@ content it will yield. Packages add sources through the entry point group ``mgpu
 :class:`RunConfig` and returns an iterable of ``str`` documents. If the callable has an attribute ``fingerprint``
 (RunConfig to str), that is the identity; otherwise every document is read once more to hash it. With
 ``data.validation_paths`` the callable gets those as ``data.paths`` for the held-out documents.
-``synthetic`` makes tokens, not text: :mod:`mgpu_pipe.data.synthetic`.
+``synthetic`` makes tokens, not text: :mod:`mgpu_pipe.data.text.synthetic`.
 """
 
 from __future__ import annotations

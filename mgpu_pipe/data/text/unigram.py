@@ -7,8 +7,8 @@ from math import exp
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.packing import Packs, ranges
-from mgpu_pipe.data.token_store import TokenStore
+from mgpu_pipe.data.text.packing import Packs, ranges
+from mgpu_pipe.data.text.token_store import TokenStore
 
 # Labels in memory at once.
 _CHUNK_TOKENS = 1 << 22

@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data import packing, unigram
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.encode import encode_all, token_dtype
 from mgpu_pipe.data.order import GlobalOrder
-from mgpu_pipe.data.sources import Source, open_source, validation_source_config
-from mgpu_pipe.data.split import held_out
-from mgpu_pipe.data.synthetic import synthetic_batches
-from mgpu_pipe.data.token_store import TokenStore, load_array, save_array, write_tokens
-from mgpu_pipe.data.tokenizer import TokenizerInfo, encoder_spec, resolve_tokenizer
+from mgpu_pipe.data.text import packing, unigram
+from mgpu_pipe.data.text.encode import encode_all, token_dtype
+from mgpu_pipe.data.text.sources import Source, open_source, validation_source_config
+from mgpu_pipe.data.text.split import held_out
+from mgpu_pipe.data.text.synthetic import synthetic_batches
+from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
+from mgpu_pipe.data.text.tokenizer import TokenizerInfo, encoder_spec, resolve_tokenizer
 from mgpu_pipe.errors import DataError
 
 _FORMAT = 1

@@ -18,20 +18,21 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.data import cache as cache_module
-from mgpu_pipe.data import encode, fingerprint
-from mgpu_pipe.data import tokenizer as tokenizer_module
+from mgpu_pipe.data import fingerprint
 from mgpu_pipe.data.blocks import hash_blocks
-from mgpu_pipe.data.dataset import PackedDataset
-from mgpu_pipe.data.encode import encode_all
-from mgpu_pipe.data.prepare import PreparedData, prepare
-from mgpu_pipe.data.sources import open_source
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.token_store import TokenStore
-from mgpu_pipe.data.tokenizer import encoder_spec, resolve_tokenizer
+from mgpu_pipe.data.text import encode
+from mgpu_pipe.data.text import tokenizer as tokenizer_module
+from mgpu_pipe.data.text.encode import encode_all
+from mgpu_pipe.data.text.packed_dataset import PackedDataset
+from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.sources import open_source
+from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.data.text.tokenizer import encoder_spec, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, text_files, write_jsonl
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _stages(run: object) -> tuple[PreparedData, set[str]]:
@@ -138,7 +139,7 @@ def test_a_failed_preparation_leaves_nothing_that_is_taken_for_data(tmp_path: Pa
 RACE = """
 import json, sys
 from pathlib import Path
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.text.prepare import prepare
 from tests.data.support import config
 run = config(Path(sys.argv[1]), source="text_files", paths=[sys.argv[1] + "/corpus/**/*.txt"])
 print("ready", flush=True)
@@ -204,9 +205,9 @@ def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: p
 KILLED = """
 import os, sys
 from pathlib import Path
-from mgpu_pipe.data import encode, fingerprint
+from mgpu_pipe.data.text import encode, fingerprint
 encode._POOL_FROM_CHARACTERS = 1 << 19
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.text.prepare import prepare
 from tests.data.support import config
 run = config(Path(sys.argv[1]), source="text_files", paths=[sys.argv[1] + "/corpus/*.txt"], tokenize_workers=2,
              tokenizer=sys.argv[2])

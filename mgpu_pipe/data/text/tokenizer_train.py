@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from mgpu_pipe.data.cache import Progress, write_json
-from mgpu_pipe.data.encode import library_threads
-from mgpu_pipe.data.split import document_hash, held_out
-from mgpu_pipe.data.tokenizer_folder import MODEL_VOCABULARY
+from mgpu_pipe.data.text.encode import library_threads
+from mgpu_pipe.data.text.split import document_hash, held_out
+from mgpu_pipe.data.text.tokenizer_folder import MODEL_VOCABULARY
 from mgpu_pipe.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"

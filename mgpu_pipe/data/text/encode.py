@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.sources import Document
-from mgpu_pipe.data.split import document_hash
+from mgpu_pipe.data.text.sources import Document
+from mgpu_pipe.data.text.split import document_hash
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.chat import ChatTemplate, Span
+    from mgpu_pipe.data.text.chat import ChatTemplate, Span
 
 # A batch is large against the cost of handing it to a process, and small against memory.
 _BATCH_CHARACTERS = 1 << 18
@@ -42,7 +42,7 @@ class EncodedBatch(NamedTuple):
     lengths: NDArray[np.int64]
     """Tokens of each document."""
     hashes: NDArray[np.uint64]
-    """:func:`mgpu_pipe.data.split.document_hash` of each document."""
+    """:func:`mgpu_pipe.data.text.split.document_hash` of each document."""
     loss_mask: NDArray[np.uint8] | None
     """1 where a token counts as a label; None where all do."""
     size: int
@@ -66,7 +66,7 @@ class EncoderSpec:
     def template(self) -> ChatTemplate | None:
         if self.chat_template is None:
             return None
-        from mgpu_pipe.data.chat import ChatTemplate
+        from mgpu_pipe.data.text.chat import ChatTemplate
 
         return ChatTemplate(self.chat_template, self.special_tokens, self.stop_tokens)
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data import files, tokenizer_train
+from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
-from mgpu_pipe.data.encode import EncoderSpec, token_dtype
-from mgpu_pipe.data.sources import Source
-from mgpu_pipe.data.tokenizer_folder import (
+from mgpu_pipe.data.text import tokenizer_train
+from mgpu_pipe.data.text.encode import EncoderSpec, token_dtype
+from mgpu_pipe.data.text.sources import Source
+from mgpu_pipe.data.text.tokenizer_folder import (
     CONFIG,
     FILES,
     TEMPLATE,
@@ -32,7 +33,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from mgpu_pipe.data.chat import ChatTemplate
+    from mgpu_pipe.data.text.chat import ChatTemplate
 
 _BPE_VERSION = 2
 LARGEST_TEMPLATE = 1 << 20
@@ -327,8 +328,8 @@ def _compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatT
     """
     from jinja2 import TemplateError
 
-    from mgpu_pipe.data.chat import ChatTemplate
-    from mgpu_pipe.data.template_limits import reason
+    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.template_limits import reason
 
     try:
         if folder is None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.encode import EncodedBatch
+from mgpu_pipe.data.text.encode import EncodedBatch
 from mgpu_pipe.errors import DataError
 
 _TOKENS, _MASK = "tokens.bin", "loss_mask.bin"

@@ -14,14 +14,15 @@ import pytest
 from jinja2.exceptions import SecurityError
 from tokenizers import Tokenizer
 
-from mgpu_pipe.data import files, template_limits
-from mgpu_pipe.data.chat import ChatTemplate, _common_prefix
-from mgpu_pipe.data.dataset import PackedDataset
+from mgpu_pipe.data import files
 from mgpu_pipe.data.files import read_lines
-from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.token_store import TokenStore
-from mgpu_pipe.data.tokenizer import check_chat
+from mgpu_pipe.data.text import template_limits
+from mgpu_pipe.data.text.chat import ChatTemplate, _common_prefix
+from mgpu_pipe.data.text.packed_dataset import PackedDataset
+from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.data.text.tokenizer import check_chat
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import CHATML, config, sentences, write_jsonl
 

@@ -14,8 +14,8 @@ import pytest
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.fingerprint import fingerprints
-from mgpu_pipe.data.prepare import prepare
-from mgpu_pipe.data.sources import check_sources, open_source, source_names
+from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.sources import check_sources, open_source, source_names
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from tests.data.support import config, text_files, write_jsonl
 

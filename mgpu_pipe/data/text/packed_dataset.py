@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.packing import Packs, ranges
-from mgpu_pipe.data.prepare import PreparedData, Split, open_packs
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.token_store import TokenStore
+from mgpu_pipe.data.text.packing import Packs, ranges
+from mgpu_pipe.data.text.prepare import PreparedData, Split, open_packs
+from mgpu_pipe.data.text.token_store import TokenStore
 
 # Rows are filled in blocks whose intermediate arrays stay in the processor's cache.
 _BLOCK_TOKENS = 1 << 14

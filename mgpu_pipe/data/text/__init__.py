@@ -1,0 +1,1 @@
+"""Text as packed token samples: sources, tokenising, packing."""
