@@ -9,7 +9,7 @@ from tests.support.command import REPOSITORY
 
 PROGRAM = """
 import atexit, os, threading, time
-from mgpu_pipe.launch.process_exit import leave
+from mgpu_pipe.launch.process_exit import exit_now
 
 class Bomb:
     def __del__(self):
@@ -19,7 +19,7 @@ bomb = Bomb()
 atexit.register(lambda: print("hook ran"))
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread ended"))).start()
 print("no newline at the end", end="")
-leave(75)
+exit_now(75)
 """
 
 

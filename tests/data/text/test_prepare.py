@@ -205,7 +205,7 @@ def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: p
 KILLED = """
 import os, sys
 from pathlib import Path
-from mgpu_pipe.data.text import encode, fingerprint
+from mgpu_pipe.data.text import encode
 encode._POOL_FROM_CHARACTERS = 1 << 19
 from mgpu_pipe.data.text.prepare import prepare
 from tests.data.support import config
