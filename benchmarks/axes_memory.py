@@ -1,13 +1,11 @@
 """Live activation bytes of a process on each axis, over the closed form.
 
 Tensor, sequence and context parallelism: what the forward pass of one micro-batch leaves for its backward pass, of one
-Llama block (the difference between models of two and four). With A bytes in one process, the closed form is A / tp with
-sequence parallelism and A / cp under context parallelism, and A / (tp cp) together. Without sequence parallelism the
-two norms stay whole: (A - N) / tp + N, where N is, of every token, input, normalised and weighted values of both and
-the root of their mean square: 2 (3 width + 1) floats.
+Llama block (the difference between models of two and four), over the block's bytes in one process and
+:func:`mgpu_pipe.planner.memory.activation_share`.
 
 Pipeline: the most that a stage holds after any forward pass of a 1F1B step batch, gradients of weights aside, over
-min(stages - stage, micro-batches) times what the first one left. What comes on top are messages under way.
+what the first one left times the most passes in flight. What comes on top are messages under way.
 ``python -m benchmarks.axes_memory``.
 """
 
@@ -19,6 +17,9 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from mgpu_pipe.parallel.pipeline_streams import streams
+from mgpu_pipe.parallel.pipeline_timing import most_in_flight
+from mgpu_pipe.planner.memory import activation_share, norm_bytes
 
 ROWS, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 256, 128, 8, 512
 STAGES, MICRO_BATCHES = 4, 8
@@ -85,7 +86,7 @@ def _left(axis: str, layers: int) -> int:
     from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 
     world = dist.get_world_size()
-    cp = 1 if "cp" not in axis else 2 if "x" in axis else world
+    cp = context_size(axis, world)
     mesh = init_device_mesh("cpu", (cp, world // cp), mesh_dim_names=("cp", "tp"))
     model = built(layers)
     objective = CausalLMObjective(model, None, lambda step: 1.0, "auto")
@@ -99,6 +100,10 @@ def _left(axis: str, layers: int) -> int:
     left = meter.left_bytes()
     del loss
     return left
+
+
+def context_size(axis: str, world: int) -> int:
+    return 1 if "cp" not in axis else 2 if "x" in axis else world
 
 
 def stage_bytes() -> tuple[int, int]:
@@ -135,17 +140,19 @@ def stage_bytes() -> tuple[int, int]:
 
 def main() -> None:
     ((alone,),) = run_group(1, block_bytes, [""])
-    norms = 2 * (3 * WIDTH + 1) * 4 * ROWS * TOKENS
+    norms = norm_bytes(ROWS * TOKENS, WIDTH)
+    in_flight = [most_in_flight(stream) for stream in streams("1f1b", STAGES, MICRO_BATCHES)]
     rows = []
     for world in (2, 4):
         axes = [axis for axis, size in CASES if size == world]
         by_rank = run_group(world, block_bytes, axes)
         for number, axis in enumerate(axes):
             most = max(rank[number] for rank in by_rank)
-            ideal = (alone - norms) / world + norms if axis == "tp" else alone / world
+            cp = context_size(axis, world)
+            ideal = activation_share(alone, norms, world // cp, cp, sequence_parallel="sequence" in axis)
             rows.append([axis, world, "a block", most / MB, ideal / MB, most / ideal])
     for stage, (first, most) in enumerate(run_group(STAGES, stage_bytes)):
-        count = min(STAGES - stage, MICRO_BATCHES)
+        count = in_flight[stage]
         rows.append(
             [
                 "pp 1f1b",

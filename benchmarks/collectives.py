@@ -1,8 +1,7 @@
 """Counts the collectives of a training step by name, and the bytes that each process sends.
 
-Bytes are those of the ring algorithms (Thakur et al. 2005; the bounds that the closed forms of data parallelism are
-stated in): of a tensor of S bytes over n processes an all-gather or a reduce-scatter sends S(n-1)/n, an all-reduce
-twice that; a reduction to one process passes S bytes along a chain that ends there.
+Bytes are those of the ring algorithms (see :mod:`mgpu_pipe.planner.traffic`); a reduction to one process passes its
+bytes along a chain that ends there.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import pytorch_lightning as pl
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mgpu_pipe.planner.traffic import all_reduced, exchanged
 
 STEP = 2
 """The step that is counted; the first builds what later ones reuse."""
@@ -48,10 +49,10 @@ class _Mode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         size = _group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
         largest = max(tensors, key=lambda tensor: tensor.nbytes)
-        share = largest.nbytes * (size - 1) / size
+        share = exchanged(largest.nbytes, size)
         name = NAMES.get(operation, operation)
         if operation == "allreduce_":
-            name, share = _all_reduced(largest), 2 * share
+            name, share = _all_reduced(largest), all_reduced(largest.nbytes, size)
         elif operation == "reduce_":
             name, share = "gradients reduced", 0 if _root(args) == torch.distributed.get_rank() else largest.nbytes
         self._counted.calls[name] += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from mgpu_pipe.planner.memory import activation_share
 
 TOKENS, PROCESSES = 32768, 4
 WARM_UP = 64
@@ -87,7 +88,7 @@ def main() -> None:
                 method,
                 processes,
                 worst["kept"] / MB,
-                worst["kept"] * processes / alone["kept"],
+                worst["kept"] / activation_share(alone["kept"], 0, cp=processes),
                 worst["peak"] / MB,
                 worst["peak"] / alone["peak"],
                 worst["resident"] / MB,

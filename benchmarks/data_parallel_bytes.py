@@ -1,10 +1,9 @@
 """Bytes that each process keeps, and sends in a step, over the closed forms of data parallelism.
 
 ``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
-own ``train``. Kept are weights, gradients and AdamW's state; with P parameters, shards over N processes and fp32
-masters that is 16P/N bytes (8P/N where all is bf16). Sent, with Psi = 4P: 2 Psi (N-1)/N a step batch under ddp;
-3 Psi (N-1)/N a micro-batch under fsdp, where a plan keeps the last unit gathered and never gathers a lookup for the
-backward pass, so less; under hsdp the shards' part a micro-batch and the replicas' all-reduce of a shard a step batch.
+own ``train``. Kept are weights, gradients and AdamW's state; the closed forms are
+:func:`mgpu_pipe.planner.memory.state_bytes` and :func:`mgpu_pipe.planner.traffic.state_traffic`. Under fsdp less is
+sent: a plan keeps the last unit gathered and never gathers a lookup for the backward pass.
 ``python -m benchmarks.data_parallel_bytes [sizes]``.
 """
 
@@ -17,6 +16,8 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from mgpu_pipe.planner.memory import state_bytes
+from mgpu_pipe.planner.traffic import state_traffic
 
 MICRO_BATCHES = 2
 CASES = (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("fsdp", "bf16_true"), ("hsdp", "fp32"))
@@ -79,12 +80,10 @@ def measure(cases: list[tuple[str, str]], *overrides: str) -> list[dict[str, Any
 def closed_forms(strategy: str, precision: str, world: int, parameters: int) -> tuple[float, float]:
     """Bytes kept by a process, and sent by it in a step."""
     replicas, shards = {"ddp": (world, 1), "fsdp": (1, world), "hsdp": (2, world // 2)}[strategy]
-    kept = (8 if precision == "bf16_true" else 16) * parameters / shards
+    number = 2 if precision == "bf16_true" else 4  # bytes of whatever is kept
+    kept = state_bytes(number * parameters, parameters, shards, gradient=number, optimizer=2 * number).total
     gathered = 4 if precision == "fp32" else 2
-    # Gathered for the forward and for the backward pass; gradients are reduced in fp32.
-    a_micro_batch = (2 * gathered + 4) * parameters * (shards - 1) / shards
-    a_step_batch = 2 * 4 * parameters / shards * (replicas - 1) / replicas
-    return kept, MICRO_BATCHES * a_micro_batch + a_step_batch
+    return kept, state_traffic(parameters, gathered, shards, replicas, micro_batches=MICRO_BATCHES)
 
 
 def main() -> None:

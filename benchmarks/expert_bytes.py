@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from mgpu_pipe.planner.traffic import expert_traffic
 
 MICRO_BATCHES, ROWS, LENGTH = 2, 4, 64
 CONFIG = {
@@ -31,7 +32,6 @@ CONFIG = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": LENGTH,
 }
-TRANSFERS = ("dispatch_tokens", "return_outputs", "dispatch_output_gradients", "return_token_gradients")
 SEED = 3
 
 
@@ -136,14 +136,6 @@ def _caller() -> str:
     return "no name"
 
 
-def closed_form(world: int, elsewhere: int) -> dict[str, tuple[int, int]]:
-    """Calls of a process, and bytes that all of them send, by name."""
-    passes = CONFIG["num_hidden_layers"] * MICRO_BATCHES
-    experts, width = CONFIG["num_local_experts"], CONFIG["hidden_size"]
-    counts = passes * world * 8 * experts * (world - 1) // world
-    return {"exchange_counts": (passes, counts), **dict.fromkeys(TRANSFERS, (passes, elsewhere * width * 4))}
-
-
 def main() -> None:
     sizes = [int(text) for text in sys.argv[1:]] or [2, 4]
     rows = []
@@ -152,7 +144,9 @@ def main() -> None:
         sent: Counter[str] = Counter()
         for rank in ranks:
             sent.update(rank["sent"])
-        expected = closed_form(world, sum(rank["elsewhere"]["slots"] for rank in ranks))
+        elsewhere = sum(rank["elsewhere"]["slots"] for rank in ranks)
+        passes = CONFIG["num_hidden_layers"] * MICRO_BATCHES
+        expected = expert_traffic(passes, CONFIG["num_local_experts"], CONFIG["hidden_size"], world, elsewhere)
         for name in sorted({*expected, *sent}):
             calls, ideal = expected.get(name, (0, 0))
             counted = {rank["calls"].get(name, 0) for rank in ranks}

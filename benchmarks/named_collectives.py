@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import CollectiveCounter, _group_size, _Mode
+from mgpu_pipe.planner.traffic import BACKWARD, FORWARD, all_reduced, exchanged
 
 FUNCTIONS = {
     # mgpu_pipe.parallel.tensor_collectives and tensor_gradients
@@ -37,7 +38,6 @@ FUNCTIONS = {
     "foreach_reduce": "gradients reduce-scattered",
 }
 """What is sent, by the innermost of these functions on the stack."""
-FORWARD, BACKWARD = "hidden states sent", "hidden states' gradients sent"
 PIPELINE = "_batch_p2p"
 """torch's schedules send by it."""
 HALVES = ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
@@ -53,9 +53,9 @@ class _NamedMode(_Mode):
         largest = max(tensor.nbytes for tensor in tensors)
         name = _name(operation, args)
         if operation == "allreduce_":
-            share = 2 * largest * (size - 1) / size
+            share = all_reduced(largest, size)
         elif operation in HALVES:
-            share = largest * (size - 1) / size
+            share = exchanged(largest, size)
         elif operation == "send":
             share = largest
         else:

@@ -1,14 +1,9 @@
 """Bytes that each process keeps, and sends in a step, over the closed forms of ZeRO.
 
 ``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
-own ``train``. With P parameters, N processes, w bytes a weight of compute (4 in fp32, 2 in bf16), fp32 gradients and
-AdamW in fp32 (Rajbhandari et al. 2020, arXiv:1910.02054, with K = 12; in fp32 a weight is its own master, K = 8):
-
-- kept: ZeRO-1 (w + 4)P + KP/N, its whole gradients being summed up till the step batch's last pass; ZeRO-2
-  wP + (4 + K)P/N; ZeRO-3 (w + 4 + K)P/N. The most between passes; ``in update`` is while the optimizer runs, when
-  of the gradients only this process's part is left.
-- sent: ZeRO-1 gradients once a step batch and updated weights, (4 + w)P(N-1)/N; ZeRO-2 the same with gradients in every
-  micro-batch; ZeRO-3 weights twice and gradients once a micro-batch, (2w + 4)P(N-1)/N. Gradients are reduced in fp32.
+own ``train``. The closed forms are :func:`mgpu_pipe.planner.memory.state_bytes`, with masters in fp32 where weights are
+bf16, and :func:`mgpu_pipe.planner.traffic.state_traffic`. Kept is the most between passes; ``in update`` is while the
+optimizer runs, when of the gradients only this process's part is left.
 
 ``python -m benchmarks.zero_bytes [sizes]``.
 """
@@ -22,6 +17,8 @@ from typing import Any
 from benchmarks.data_parallel_bytes import MICRO_BATCHES, measure
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from mgpu_pipe.planner.memory import ADAM_STATE, state_bytes
+from mgpu_pipe.planner.traffic import state_traffic
 
 CASES = [(f"zero{stage}", precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
 
@@ -40,16 +37,12 @@ def measure_zero(cases: list[tuple[str, str]]) -> list[dict[str, Any]]:
 def closed_forms(stage: int, precision: str, world: int, parameters: int) -> tuple[float, float, float]:
     """Bytes kept by a process between passes, and while the optimizer runs; and sent by it in a step."""
     weight, masters = (4, 0) if precision == "fp32" else (2, 4)
-    shared = parameters / world
-    state = (masters + 8) * shared
-    weights = weight * (shared if stage == 3 else parameters)
-    gradients = 4 * (parameters if stage == 1 else shared)
-    others = parameters * (world - 1) / world
-    reductions = 1 if stage == 1 else MICRO_BATCHES
-    gathers = 2 * MICRO_BATCHES if stage == 3 else 1
-    # The step batch's last pass leaves ZeRO-1 its part of the gradients.
-    updating = weights + 4 * shared + state
-    return weights + gradients + state, updating, (4 * reductions + weight * gathers) * others
+    # While the optimizer runs, ZeRO-1 too has only its part of the gradients left.
+    kept, updating = (
+        state_bytes(weight * parameters, parameters, world, sharded, optimizer=masters + ADAM_STATE).total
+        for sharded in (stage, max(stage, 2))
+    )
+    return kept, updating, state_traffic(parameters, weight, world, stage=stage, micro_batches=MICRO_BATCHES)
 
 
 def main() -> None:

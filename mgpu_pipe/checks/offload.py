@@ -15,12 +15,10 @@ from mgpu_pipe.child import bound
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.planner.memory import ADAM_STATE, FP32, OPTIMIZER_STATE, state_bytes
+from mgpu_pipe.planner.parameters import count_parameters
 
-MASTER_AND_GRADIENT_BYTES = 8
-STATE_BYTES = {"SGD": 4, "Adagrad": 4, "ASGD": 4, "RMSprop": 4}
-"""Bytes of optimizer state for a parameter; Adam and its kin keep two fp32 values."""
-ADAM_STATE_BYTES = 8
 COMPILE_TIMEOUT_S = 60
 COMPILES = "DeepSpeed compiles an extension"
 AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_destroy(0) == 1; }\n"
@@ -55,20 +53,17 @@ def _has_cuda_headers() -> bool:
     return bool(named or shutil.which("nvcc") or Path("/usr/local/cuda").is_dir())
 
 
-def state_bytes(config: RunConfig) -> int | None:
+def offloaded_bytes(config: RunConfig) -> int | None:
     """Bytes that all ranks of one node keep on the disk; None where the model's size is not known without torch.
 
     For every parameter an fp32 master weight, an fp32 gradient, and the optimizer's state.
     """
-    count = count_parameters(config.model)
+    count = count_parameters(resolved_fields(config.model))
     if count is None:
         return None
-    name = config.optimizer._target_.rpartition(".")[2]
-    return (
-        count.total
-        * (MASTER_AND_GRADIENT_BYTES + STATE_BYTES.get(name, ADAM_STATE_BYTES))
-        // max(1, config.trainer.num_nodes)
-    )
+    optimizer = OPTIMIZER_STATE.get(config.optimizer._target_.rpartition(".")[2], ADAM_STATE)
+    nodes = max(1, config.trainer.num_nodes)
+    return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer).total
 
 
 def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
@@ -84,7 +79,7 @@ def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
     if not _writable(path):
         yield ConfigError(key, given, "give a folder that can be written", "it cannot be written")
         return
-    needed, free = state_bytes(config), shutil.disk_usage(path).free
+    needed, free = offloaded_bytes(config), shutil.disk_usage(path).free
     if needed is not None and needed > free:
         reason = (
             f"the optimizer state of {world_size(config) // config.trainer.num_nodes} processes takes "

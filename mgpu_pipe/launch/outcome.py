@@ -14,7 +14,8 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import MgpuError
-from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.planner.parameters import count_parameters
 from mgpu_pipe.runs.continue_line import this_program
 from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -36,7 +37,7 @@ def print_before(
 
     dims = ParallelDims.resolve(config.strategy, world or world_size(config))
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    count = count_parameters(config.model)
+    count = count_parameters(resolved_fields(config.model))
     parameters = None if count is None else count.total
     before_table(config, prepared, plan, dims, parameters, _device(config, environment))
     sys.stdout.flush()

@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
-from mgpu_pipe.parallel.pipeline_balance import LayerCosts, stage_layers
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
 from mgpu_pipe.parallel.pipeline_stages import StageView, cut_stages
 from mgpu_pipe.parallel.pipeline_streams import StagesPerRank, stages_by_rank
 from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline_timing import forward_slots
+from mgpu_pipe.planner.pipeline import LayerCosts, stage_layers
 
 MicroBatch = Mapping[str, torch.Tensor]
 LossOf = Callable[[MicroBatch], torch.Tensor]

@@ -9,7 +9,7 @@ from mgpu_pipe.checks.preflight import model_fields
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32, world_size
-from mgpu_pipe.models.count import count_parameters
+from mgpu_pipe.planner.parameters import count_parameters
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -44,7 +44,7 @@ def overview(config: RunConfig) -> list[tuple[str, str]]:
 
 def _model(config: RunConfig) -> str:
     model, fields = config.model, model_fields(config)
-    count = count_parameters(model)
+    count = count_parameters(fields)
     size = "" if count is None else f", {_millions(count.total)} parameters"
     start = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
     return f"{model.name} ({fields.get('model_type')}){size}; {start}"
@@ -80,8 +80,8 @@ def _strategy(config: RunConfig, dims: ParallelDims, world: int) -> str:
 
 def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
     """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds."""
-    from mgpu_pipe.parallel.pipeline_balance import layer_costs, stage_contents, stage_layers
     from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+    from mgpu_pipe.planner.pipeline import layer_costs, stage_contents, stage_layers
     from mgpu_pipe.report.pipeline_picture import schedule_lines
 
     chosen = config.strategy.pipeline

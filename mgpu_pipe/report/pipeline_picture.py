@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgpu_pipe.parallel.pipeline_balance import StageContent
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, stages_by_rank, streams
 from mgpu_pipe.parallel.pipeline_timing import Timed, bubble_of, most_in_flight, timeline
+from mgpu_pipe.planner.pipeline import StageContent
 
 WIDTH = 100
 IDLE = "."

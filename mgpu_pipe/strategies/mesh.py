@@ -26,9 +26,9 @@ from mgpu_pipe.parallel.loss_scale import LossScale
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes, storage_bytes
 from mgpu_pipe.parallel.muon import Muon
 from mgpu_pipe.parallel.pipeline import PipelinePlan
-from mgpu_pipe.parallel.pipeline_balance import layer_costs
 from mgpu_pipe.parallel.randomness import step_seed
 from mgpu_pipe.parallel.whole_matrices import WholeMatrices
+from mgpu_pipe.planner.pipeline import layer_costs
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, NonFiniteStep, check_finite
 from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
 from mgpu_pipe.strategies.parallel_model import MicroBatch, ParallelModel, ParallelOptions

@@ -23,9 +23,10 @@ from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.text.prepare import PreparedData
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.models.flops import known_gpu_peak, training_flops_per_token
+from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
+from mgpu_pipe.planner.flops import known_gpu_peak
 from mgpu_pipe.runs.metrics_file import MetricsWriter, truncate_after
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims

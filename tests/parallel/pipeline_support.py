@@ -16,7 +16,7 @@ from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.models.parts import fill_parameters
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
-from mgpu_pipe.parallel.pipeline_balance import layer_costs
+from mgpu_pipe.planner.pipeline import layer_costs
 from tests.support.tiny import MODELS, SEQ_LEN, step_batch
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.parts import fill_parameters
 from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
-from mgpu_pipe.parallel.pipeline_balance import layer_costs
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
+from mgpu_pipe.planner.pipeline import layer_costs
 from tests.parallel.pipeline_support import (
     CPU,
     build,

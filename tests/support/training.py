@@ -26,7 +26,7 @@ from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.plans import decoder_blocks
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.pipeline import PipelinePlan
-from mgpu_pipe.parallel.pipeline_balance import layer_costs
+from mgpu_pipe.planner.pipeline import layer_costs
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
 from mgpu_pipe.strategies.deepspeed_config import generate

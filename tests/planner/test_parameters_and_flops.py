@@ -12,13 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.count import count_parameters
-from mgpu_pipe.models.flops import (
-    active_matmul_parameters,
-    attention_flops_per_token,
-    known_gpu_peak,
-    training_flops_per_token,
-)
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.models.flops import active_matmul_parameters, training_flops_per_token
+from mgpu_pipe.planner.flops import attention_forward_flops, known_gpu_peak
+from mgpu_pipe.planner.parameters import ParameterCount, count_parameters, layer_parameters
+from mgpu_pipe.planner.shapes import Shape
 from tests.models.tiny import tiny_model
 
 SHIPPED = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
@@ -29,10 +27,14 @@ def shipped_model(file: Path) -> ModelConfig:
     return ModelConfig(name=file.stem, type=content["type"], config=content["config"])
 
 
+def counted_parameters(model: ModelConfig) -> ParameterCount | None:
+    return count_parameters(resolved_fields(model))
+
+
 @pytest.mark.parametrize("file", [file for file in SHIPPED if file.stem != "hf"], ids=lambda file: file.stem)
 def test_count_is_exact_for_every_shipped_model(file: Path) -> None:
     model = shipped_model(file)
-    counted = count_parameters(model)
+    counted = counted_parameters(model)
     assert counted is not None
     assert counted.total == sum(parameter.numel() for parameter in build_meta(model).parameters())
     assert counted.active <= counted.total
@@ -56,17 +58,26 @@ def test_count_is_exact_for_every_shipped_model(file: Path) -> None:
 )
 def test_count_is_exact_for_variants(family: str, config: dict[str, Any]) -> None:
     model = tiny_model(family, **config)
-    counted = count_parameters(model)
+    counted = counted_parameters(model)
     assert counted is not None
     assert counted.total == sum(parameter.numel() for parameter in build_meta(model).parameters())
 
 
 def test_other_families_are_not_guessed() -> None:
-    assert count_parameters(tiny_model("opt")) is None
+    assert counted_parameters(tiny_model("opt")) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_a_layer_has_the_parameters_that_are_counted(family: str) -> None:
+    model = tiny_model(family)
+    built = build_meta(model)
+    blocks = built.transformer.h if family == "gpt2" else built.model.layers
+    for number, block in enumerate(blocks):
+        assert layer_parameters(resolved_fields(model), number).total == sum(p.numel() for p in block.parameters())
 
 
 def test_published_sizes() -> None:
-    by_name = {file.stem: count_parameters(shipped_model(file)) for file in SHIPPED if file.stem != "hf"}
+    by_name = {file.stem: counted_parameters(shipped_model(file)) for file in SHIPPED if file.stem != "hf"}
     rounded = {name: (round(c.total / 1e9, 1), round(c.active / 1e9, 1)) for name, c in by_name.items() if c}
     assert rounded["llama3_8b"] == (8.0, 8.0)
     assert rounded["llama3_70b"] == (70.6, 70.6)
@@ -85,7 +96,8 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     with counter:
         real(input_ids=torch.arange(3, 3 + length)[None], use_cache=False).logits.sum().backward()
     ours = training_flops_per_token(real.config, length) * length
-    attention = attention_flops_per_token(real.config, length) * length
+    shape = Shape.of(real.config)
+    attention = 3 * shape.layers * attention_forward_flops(shape, length) * length
     # Torch counts the whole square of scores, not the causal half; norms and biases are in our 6N, not in its matmuls.
     assert counter.get_total_flops() == pytest.approx(ours + attention, rel=0.02)
 

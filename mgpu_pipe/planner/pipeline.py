@@ -1,9 +1,7 @@
-"""Which layers each pipeline stage gets, by what they cost. No torch.
+"""Which layers each pipeline stage gets, by their forward FLOPs per token.
 
-Costs are forward operations per token, two a multiply-add (Kaplan et al. 2020, arXiv:2001.08361, section 2.1): a
-layer's active weights and its attention over half the sequence, the head's product with the vocabulary, and the
-embedding's lookup, which moves a row of the table and multiplies nothing. Only their ratios matter: a backward pass
-costs twice the forward pass everywhere.
+The embedding's lookup moves a row of its table and multiplies nothing. Only ratios matter: a backward pass costs twice
+the forward pass everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_pipe.models.count import FAMILIES
+from mgpu_pipe.planner.flops import attention_forward_flops, forward_flops
+from mgpu_pipe.planner.parameters import embedding_parameters, final_norm_parameters, head_parameters, layer_parameters
+from mgpu_pipe.planner.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -57,46 +57,25 @@ class StageContent:
         """In words: ``stage 0 on rank 0: embedding, layers 0-3, 1.2M parameters, 24% of the work``."""
         layers = f"layer {self.layers.start}" if len(self.layers) == 1 else f"layers {self.layers[0]}-{self.layers[-1]}"
         parts = ["embedding"] * self.first + [layers] + ["norm and head"] * self.last
-        held = f"{', '.join(parts)}, {self.parameters / 1e6:.3g}M parameters"
-        return f"stage {self.stage} on rank {self.rank}: {held}, {self.share:.0%} of the work"
+        content = f"{', '.join(parts)}, {self.parameters / 1e6:.3g}M parameters"
+        return f"stage {self.stage} on rank {self.rank}: {content}, {self.share:.0%} of the work"
 
 
 def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
-    """Costs of a causal language model from its configuration's fields (see :func:`models.fields.resolved_fields`).
-
-    A family that :mod:`models.count` does not know is taken to have equal layers of 12 squared widths.
-    """
-    width, vocabulary, layers = fields["hidden_size"], fields["vocab_size"], fields["num_hidden_layers"]
-    # Scores and weighted values over, on average, half the sequence: two products of the heads' whole width.
-    heads = fields.get("num_attention_heads") or 1
-    attention = 2.0 * seq_len * heads * (fields.get("head_dim") or width / heads)
-    sizes = [_layer_parameters(fields, layer) for layer in range(layers)]
-    positions = fields["max_position_embeddings"] if fields.get("model_type") == "gpt2" else 0
+    """Costs of a causal language model from its configuration's fields (see :func:`models.fields.resolved_fields`)."""
+    shape = Shape.of(fields)
+    attention = attention_forward_flops(shape, seq_len)
+    layers = [layer_parameters(fields, layer) for layer in range(shape.layers)]
     return LayerCosts(
-        embedding=2.0 * width,
-        layers=tuple(2.0 * active + attention for _, active in sizes),
-        head=2.0 * vocabulary * width,
-        embedding_parameters=(vocabulary + positions) * width,
-        layer_parameters=tuple(total for total, _ in sizes),
-        head_parameters=vocabulary * width,
-        norm_parameters=2 * width if positions else width,
+        embedding=2.0 * shape.width,
+        layers=tuple(forward_flops(layer.active) + attention for layer in layers),
+        head=forward_flops(head_parameters(fields)),
+        embedding_parameters=embedding_parameters(fields),
+        layer_parameters=tuple(layer.total for layer in layers),
+        head_parameters=head_parameters(fields),
+        norm_parameters=final_norm_parameters(fields),
         tied=bool(fields.get("tie_word_embeddings")),
     )
-
-
-def _layer_parameters(fields: Mapping[str, Any], layer: int) -> tuple[int, int]:
-    """All, and active, parameters of one layer."""
-    count = FAMILIES.get(fields.get("model_type", ""))
-    if count is None:
-        squared = 12 * fields["hidden_size"] ** 2
-        return squared, squared
-    alone = {**fields, "num_hidden_layers": 1}
-    if "decoder_sparse_step" in fields:
-        dense_only, stride = fields.get("mlp_only_layers") or [], fields["decoder_sparse_step"]
-        sparse = layer not in dense_only and (layer + 1) % stride == 0
-        alone.update(decoder_sparse_step=1, mlp_only_layers=[] if sparse else [0])
-    found = count(alone)
-    return found.total, found.total - found.idle
 
 
 def stage_layers(costs: LayerCosts, stages: int, by_hand: Sequence[int] | None = None) -> tuple[range, ...]:

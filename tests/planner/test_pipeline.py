@@ -8,7 +8,7 @@ import random
 import pytest
 
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.parallel.pipeline_balance import LayerCosts, layer_costs, stage_contents, stage_layers
+from mgpu_pipe.planner.pipeline import LayerCosts, layer_costs, stage_contents, stage_layers
 from tests.parallel.pipeline_support import build_meta, model_of
 
 

@@ -1,0 +1,136 @@
+"""Bytes that a rank keeps of weights, gradients, optimizer state and activations, and what settings save of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.validate import device_type, resolve_precision
+from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
+
+FP32 = 4
+ADAM_STATE = 2 * FP32
+"""Bytes of Adam's two moments for a parameter."""
+OPTIMIZER_STATE = {"SGD": FP32, "Adagrad": FP32, "ASGD": FP32, "RMSprop": FP32}
+"""Bytes of state for a parameter, by class; of any other, Adam's."""
+SPLIT_BYTES, SHARED_BYTES = 24, 10
+"""Bytes of activations a token, width and layer in half precision, attention by a fused kernel: those that tensor
+parallelism splits, and those that only sequence parallelism does (Korthikanti et al. 2022, arXiv:2205.05198,
+equations 2 and 4)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a rank keeps between steps, and gradients."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(
+    weights: int, trained: int, shards: int, stage: int = 3, *, gradient: int = FP32, optimizer: int = ADAM_STATE
+) -> StateBytes:
+    """What a rank keeps (Rajbhandari et al. 2020, arXiv:1910.02054).
+
+    Args:
+        weights: bytes of all weights.
+        trained: the number of parameters that have a gradient.
+        stage: what is sharded: 1 the optimizer's state, 2 gradients too, 3 (and FSDP2) weights too. ZeRO-1 sums up all
+            gradients until the last pass of a step batch, and then keeps this rank's.
+        gradient: bytes of a parameter's gradient.
+        optimizer: bytes of its optimizer state, masters of weights in lower precision among them.
+    """
+    return StateBytes(
+        weights=weights // (shards if stage > 2 else 1),
+        gradients=gradient * trained // (shards if stage > 1 else 1),
+        optimizer=optimizer * trained // shards,
+    )
+
+
+def activation_bytes(tokens: int, width: int, layers: int) -> int:
+    """What the layers' forward pass of a micro-batch leaves for its backward pass, in fp32."""
+    return 2 * (SPLIT_BYTES + SHARED_BYTES) * tokens * width * layers
+
+
+def activation_share(kept: float, norms: float, tp: int = 1, cp: int = 1, sequence_parallel: bool = False) -> float:
+    """This rank's part of ``kept`` bytes of activations; without sequence parallelism it has all ``norms`` of them."""
+    shared = 0.0 if sequence_parallel or tp == 1 else norms
+    return ((kept - shared) / tp + shared) / cp
+
+
+def norm_bytes(tokens: int, width: int) -> int:
+    """Activations in fp32 of a layer's two norms: input, normalised and weighted values, and the root mean square."""
+    return 2 * (3 * width + 1) * FP32 * tokens
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A setting and about how many bytes a rank it saves."""
+
+    setting: str
+    size: int
+
+
+def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mapping[str, int]) -> list[Saving]:
+    """What each setting that is not in use yet would save a rank, about.
+
+    Args:
+        parts: bytes that the rank keeps of ``weights``, ``gradients``, ``optimizer`` and ``activations``.
+    """
+    options: list[Saving] = []
+    activations = parts["activations"]
+    state = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    micro, strategy = plan.micro_batch_size, config.strategy
+    if micro > 1:
+        smaller = max(n for n in range(1, micro) if plan.samples_per_process % n == 0)
+        options.append(Saving(f"data.micro_batch_size={smaller}", activations * (micro - smaller) // micro))
+    if strategy.activation_checkpointing != "full":
+        # What stays: a block's inputs, and one block at a time; about a fifth for the usual depths.
+        options.append(Saving("strategy.activation_checkpointing=full", activations * 4 // 5))
+    if dims.tp > 1 and not strategy.sequence_parallel:
+        shared = SHARED_BYTES / (SHARED_BYTES + SPLIT_BYTES / dims.tp)
+        options.append(Saving("strategy.sequence_parallel=true", int(activations * shared * (1 - 1 / dims.tp))))
+    stage = sharded_stage(config)
+    if dims.uses_model_axes:
+        options += _more_ranks(config, dims, state)
+    elif dims.dp_replicate > 1:
+        options.append(Saving("strategy=fsdp", state * (dims.dp_replicate - 1) // dims.dp_replicate))
+    elif stage < 3:
+        sharded = parts["weights"] + (parts["gradients"] if stage == 1 else 0)
+        options.append(Saving("strategy=zero3", sharded * (dims.dp_shard - 1) // dims.dp_shard))
+    elif dims.dp_shard == 1:
+        options.append(Saving("strategy=fsdp trainer.devices=2", state // 2))
+    else:
+        devices = dims.world_size // config.trainer.num_nodes
+        options.append(Saving(f"trainer.devices={2 * devices}", state // 2))
+    offloads = dims.dp_shard > 1 and not dims.uses_model_axes
+    if device_type(config) == "cuda" and offloads and strategy.offload == "none":
+        options.append(Saving("strategy.offload=cpu", state))
+    if resolve_precision(config) == "fp32":
+        options.append(Saving("precision=bf16", activations // 2))
+    return options
+
+
+def _more_ranks(config: RunConfig, dims: ParallelDims, state: int) -> list[Saving]:
+    """What spreading the state of a model that is cut over further ranks saves."""
+    if dims.dp_replicate > 1:
+        shards = dims.dp_replicate * dims.dp_shard
+        return [Saving(f"strategy.dp_replicate=1 strategy.dp_shard={shards}", state - state // dims.dp_replicate)]
+    axes = [axis for axis in AXES if getattr(config.strategy, axis) == "auto"]
+    axis = axes[0] if axes else "dp_shard"
+    given = "" if axes else f"strategy.{axis}={2 * getattr(dims, axis)} "
+    if axis == "dp_replicate":
+        return []
+    devices = 2 * dims.world_size // config.trainer.num_nodes
+    return [Saving(f"{given}trainer.devices={devices}", state // 2)]
+
+
+def sharded_stage(config: RunConfig) -> int:
+    """What ``dp_shard`` shards, as a ZeRO stage; FSDP2 shards all."""
+    return config.strategy.deepspeed.stage if config.strategy.engine == "deepspeed" else 3
