@@ -81,6 +81,7 @@ def _left(axis: str, layers: int) -> int:
     from torch.distributed.device_mesh import init_device_mesh
 
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+    from mgpu_pipe.objectives.packed_text import packed_text
     from mgpu_pipe.parallel.context import apply_context_parallel, context_of
     from mgpu_pipe.parallel.memory import ForwardMeter
     from mgpu_pipe.parallel.tensor import apply_tensor_parallel
@@ -93,7 +94,7 @@ def _left(axis: str, layers: int) -> int:
     if world > cp:
         apply_tensor_parallel(model, mesh["tp"].get_group(), sequence_parallel="sequence" in axis)
     if cp > 1:
-        apply_context_parallel(model, mesh["cp"].get_group(), "ulysses" if "ulysses" in axis else "ring")
+        apply_context_parallel(model, mesh["cp"].get_group(), "ulysses" if "ulysses" in axis else "ring", packed_text())
     fill(model)
     with context_of(model, micro_batch()) as part, ForwardMeter(torch.device("cpu")) as meter:
         loss = objective.micro_batch_loss(part)
@@ -131,7 +132,7 @@ def stage_bytes() -> tuple[int, int]:
 
     group = dist.group.WORLD
     assert group is not None
-    pipeline = Pipeline(plan, views, group, torch.device("cpu"), objective.micro_batch_loss, in_stage=counted)
+    pipeline = Pipeline(plan, views, group, torch.device("cpu"), objective, in_stage=counted)
     batches = [micro_batch() for _ in range(MICRO_BATCHES)]
     with watch:
         pipeline.run_step_batch(batches, ROWS * TOKENS * MICRO_BATCHES)

@@ -32,6 +32,7 @@ def measure(method: str, tokens: int) -> dict[str, float]:
     from mgpu_pipe.config.schema import ModelConfig
     from mgpu_pipe.models.build import build_meta, materialise
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+    from mgpu_pipe.objectives.packed_text import packed_text
     from mgpu_pipe.parallel.context import apply_context_parallel, context_of
     from mgpu_pipe.parallel.memory import AllocationWatch
 
@@ -46,7 +47,7 @@ def measure(method: str, tokens: int) -> dict[str, float]:
     }
     model: Any = materialise(build_meta(ModelConfig(name="long", type="llama", config=config)), 1, "cpu")
     if method != "none":
-        apply_context_parallel(model, dist.group.WORLD, method)
+        apply_context_parallel(model, dist.group.WORLD, method, packed_text())
     objective = CausalLMObjective(model, None, lambda step: 1.0, "auto")
     ids = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None]}

@@ -1,4 +1,4 @@
-"""Step batchs: what each process consumes in each optimizer step, and in each evaluation.
+"""Step batches: what each process consumes in each optimizer step, and in each evaluation.
 
 Step ``s`` of the run consumes the samples ``[s * G, (s + 1) * G)`` of the global order; process ``r`` takes the
 ``r``-th contiguous share of them. The number of valid tokens is counted over the whole step from the packs' own

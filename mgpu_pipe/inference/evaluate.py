@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
-from mgpu_pipe.models.attention import forward_kwargs
+from mgpu_pipe.objectives.packed_text import forward_kwargs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""Keeps attention inside documents: what a model's forward pass is given for a packed micro-batch.
+"""Which families keep attention inside the documents of a packed sample, and how.
 
 Positions restart with every document. Most families of transformers read the boundaries from that and build the
 block-diagonal mask themselves (``masking_utils.find_packed_sequence_indices``), as long as they get no attention mask
@@ -9,13 +9,9 @@ that are no input). The tables hold what the tests try; a family in neither coun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mgpu_pipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
 BY_POSITION_IDS = frozenset(
     [
@@ -76,7 +72,7 @@ UNPACKED = {"falcon": "alibi"}
 biases by a mask of another shape than the block-diagonal one."""
 FLASH = ("flash_attention_2", "flash_attention_3")
 
-Isolation = Literal["position_ids", "mask", "none"]
+Isolation = Literal["positions", "mask", "none"]
 
 
 def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Isolation:
@@ -88,7 +84,7 @@ def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Isolation:
     if fields.get(UNPACKED.get(model_type, "")):
         return "none"
     if model_type in BY_POSITION_IDS:
-        return "position_ids"
+        return "positions"
     return "mask" if model_type in BY_MASK else "none"
 
 
@@ -103,7 +99,7 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
     """
     model_type = str(fields["model_type"])
     isolation = document_isolation(model_type, fields)
-    if packing == "none" or isolation == "position_ids":
+    if packing == "none" or isolation == "positions":
         return
     if isolation == "none":
         setting = UNPACKED.get(model_type)
@@ -121,47 +117,3 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
             "use sdpa, or data.packing=none",
             f"the {model_type} family needs a mask for packed samples, which flash attention does not take",
         )
-
-
-def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Keyword arguments of ``model(...)`` (or of its base model) for one micro-batch; labels are left out.
-
-    Args:
-        batch: ``input_ids`` and ``position_ids`` of shape (rows, seq_len), see :class:`StepBatch`.
-
-    Returns:
-        ``input_ids``, ``use_cache=False`` and what keeps documents apart. Under flash attention the rows are laid end
-        to end, shape (1, rows * seq_len), for transformers finds packed documents only in a batch of one; outputs
-        then have that shape too, and ``labels.reshape(1, -1)`` or any reshape to tokens fits them.
-    """
-    input_ids, position_ids = batch["input_ids"], batch["position_ids"]
-    isolation = document_isolation(model.config.model_type, vars(model.config))
-    kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-    if isolation == "none":
-        return kwargs
-    if model.config._attn_implementation in FLASH:
-        return {**kwargs, "input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
-    kwargs["position_ids"] = position_ids
-    if isolation == "mask":
-        kwargs["attention_mask"] = block_diagonal_mask(position_ids, model.config._attn_implementation == "sdpa")
-    return kwargs
-
-
-def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool) -> torch.Tensor:
-    """Causal mask inside documents, shape (rows, 1, seq_len, seq_len).
-
-    Args:
-        position_ids: shape (rows, seq_len); a document begins wherever it does not go up by one.
-        as_bool: True where visible (for sdpa), else additive fp32: 0 where visible (for eager attention).
-    """
-    import torch
-
-    starts = torch.ones_like(position_ids, dtype=torch.bool)
-    starts[:, 1:] = position_ids.diff(dim=-1) != 1
-    document = starts.cumsum(-1)
-    length = position_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
-    visible = ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
-    if as_bool:
-        return visible
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)

@@ -62,11 +62,13 @@ class _LongestPosition:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.applies:
             return args, kwargs
-        given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        shown = torch.cat([given, given.new_full((*given.shape[:-1], 1), self._last)], dim=-1)
-        if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": shown}
-        return (args[0], shown, *args[2:]), kwargs
+        return tuple(map(self._with_last, args)), {name: self._with_last(value) for name, value in kwargs.items()}
+
+    def _with_last(self, value: Any) -> Any:
+        """Positions, the one argument of whole numbers, with the longest one behind them."""
+        if not isinstance(value, torch.Tensor) or value.is_floating_point():
+            return value
+        return torch.cat([value, value.new_full((*value.shape[:-1], 1), self._last)], dim=-1)
 
     def leave_out(self, _: nn.Module, __: object, tables: Any) -> Any:
         """Tables have the shape (..., positions, width): a tensor, or cosine and sine."""

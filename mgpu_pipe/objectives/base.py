@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import pytorch_lightning as pl
 import torch
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.data.batch_spec import BatchSpec
+from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text, random_packed_text
+from mgpu_pipe.parallel.randomness import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -44,7 +51,7 @@ class StepStrategy(Protocol):
         """Forward and backward of every micro-batch, reduction, norm, the finite check, and clipping."""
 
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
-        """This process's sum of losses over the step batch's micro-batches, a float64 scalar, without gradients."""
+        """This process's :meth:`Objective.evaluation_sums` over the step batch's micro-batches, without gradients."""
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of a tensor over the data-parallel processes."""
@@ -53,6 +60,18 @@ class StepStrategy(Protocol):
         """Clear all gradients."""
 
 
+@dataclass
+class Reference:
+    """The losses of some samples, as plainly computed as can be."""
+
+    loss_sum: torch.Tensor
+    """Over what counts."""
+    auxiliary_sum: torch.Tensor | float = 0.0
+    """Of an additive auxiliary loss, over the samples; averaged over those of the step, and not part of the loss."""
+
+
+Batch = dict[str, torch.Tensor]
+Forward = Callable[..., Any]
 LearningRate = Callable[[int], float]
 """The factor of the peak learning rate for a zero-based optimizer step."""
 
@@ -89,14 +108,59 @@ class Objective(pl.LightningModule, ABC):
         Its gradient may hold an additive auxiliary loss besides, which its value does not.
         """
 
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """All samples of a step of :mod:`mgpu_pipe.verify`, of (seed, step) alone; what counts differs between them."""
+        vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        return random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """The plain computation that strategies are compared with; it shares no code with :meth:`micro_batch_loss`.
+
+        Args:
+            forward: calls the whole model of one process with keyword arguments and gives what it returns.
+            model: that model, for its configuration.
+
+        Raises:
+            BadInputError: the objective brings none, so it cannot be verified.
+        """
+        name = type(self).__name__
+        raise BadInputError(f"{name} defines no reference_loss, which verify compares with; define it")
+
     def start_step(self, step_batch: StepBatch) -> None:
         """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""
 
-    def empty_micro_batch(self, seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """A micro-batch of one sample that counts nothing, for a rank that has none where others have one."""
-        zeros = torch.zeros(1, seq_len, dtype=torch.int64, device=device)
-        positions = torch.arange(seq_len, device=device)[None]
-        return {"input_ids": zeros, "labels": torch.full_like(zeros, IGNORE_INDEX), "position_ids": positions}
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """The fields of a micro-batch; packed text unless a subclass says otherwise."""
+        return packed_text()
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Keyword arguments of the model's forward pass over a micro-batch."""
+        return forward_kwargs(cast("PreTrainedModel", self.model), batch)
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What evaluation adds up over micro-batches: the sum of losses, then those of metrics; float64, one dim."""
+        return self.micro_batch_loss(batch).reshape(1)
+
+    def share_sequences(
+        self, groups: Sequence[torch.distributed.ProcessGroup], along: torch.distributed.ProcessGroup | None
+    ) -> None:
+        """Told which ranks hold other tokens of the same sequences, before the first step."""
+
+    def stage_output(
+        self, batch: Mapping[str, torch.Tensor], scale: float, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """What a pipeline's stage without a loss hands on, ``compute()``, to which an auxiliary loss may be attached.
+
+        Args:
+            scale: the loss scale, which multiplies all gradients.
+        """
+        return compute()
+
+    def sampling_batch(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+        """The micro-batch of whole texts that are being generated, from what transformers hands a model."""
+        raise NotImplementedError(f"{type(self).__name__} does not generate text")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return cast(torch.optim.Optimizer, self._optimizer_factory(self.model))
@@ -127,9 +191,9 @@ class Objective(pl.LightningModule, ABC):
     def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
         assert self._evaluated is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
-        self._evaluated[0] += strategy.run_evaluation(step_batch)
+        self._evaluated[:-1] += strategy.run_evaluation(step_batch)
         # The count is the step batch's global one on every rank, so it is not summed over ranks.
-        self._evaluated[1] += step_batch.loss_denominator
+        self._evaluated[-1] += step_batch.loss_denominator
 
     def on_validation_epoch_end(self) -> None:
         assert self._evaluated is not None

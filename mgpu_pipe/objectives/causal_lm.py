@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.step_batch import StepBatch
-from mgpu_pipe.models.attention import forward_kwargs
-from mgpu_pipe.objectives.base import LearningRate, Objective
+from mgpu_pipe.data.batch_spec import BatchSpec
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
+from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.objectives.router_loss import RouterLoss
 from mgpu_pipe.parallel.vocabulary import shard_of
 
@@ -61,7 +63,7 @@ class CausalLMObjective(Objective):
         router_aux_loss: ``objective.router_aux_loss``; 0 leaves the routers alone.
 
     Attributes:
-        router_loss: the routers' balance loss, for the strategy to say which ranks share sequences; None without one.
+        router_loss: the routers' balance loss; None without one.
     """
 
     def __init__(
@@ -84,6 +86,39 @@ class CausalLMObjective(Objective):
         chosen = config.objective
         return cls(model, optimizer_factory, learning_rate, chosen.loss_chunk_tokens, chosen.router_aux_loss)
 
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """Every stage's routers need the labels."""
+        return packed_text("last" if self.router_loss is None else "all")
+
+    def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
+        if self.router_loss is not None:
+            self.router_loss.reduce_over(groups, along)
+
+    def stage_output(
+        self, batch: Mapping[str, torch.Tensor], scale: float, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        if self.router_loss is None or not torch.is_grad_enabled():
+            return compute()
+        with self.router_loss.collecting():
+            return self.router_loss.attached(compute(), batch["labels"], scale)
+
+    def sampling_batch(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        return {"input_ids": input_ids, "position_ids": position_ids}
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        labels, kwargs = batch["labels"], forward_kwargs(model, batch)
+        if self.router_loss is None:
+            return Reference(_cross_entropy(forward(**kwargs).logits, labels))
+        found = forward(**kwargs, output_router_logits=True)
+        top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
+        balance = balance_losses(found.router_logits, labels, top_k)
+        return Reference(_cross_entropy(found.logits, labels), self.router_loss.coefficient * balance)
+
     def start_step(self, step_batch: StepBatch) -> None:
         if self.router_loss is not None:
             self.router_loss.start_step(step_batch.loss_denominator, step_batch.num_samples)
@@ -95,7 +130,7 @@ class CausalLMObjective(Objective):
             return self.router_loss.added(self._token_loss(batch), batch["labels"])
 
     def _token_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        inputs = forward_kwargs(cast("PreTrainedModel", self.model), batch)
+        inputs = self.model_inputs(batch)
         if self._head is None or not self._head.applies:
             return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
         self._head.labels, returned = batch["labels"], None
@@ -123,3 +158,25 @@ class CausalLMObjective(Objective):
 def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:
     """Whether ``returned`` is the loss itself, or an alias of it that an engine's hook on the head made."""
     return returned is loss or (returned.shape == loss.shape and returned.data_ptr() == loss.data_ptr())
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def balance_losses(routed: Sequence[torch.Tensor], labels: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The sum over the rows of their routers' mean balance loss, by its definition (objectives.router_loss).
+
+    Args:
+        routed: each router's logits of all tokens.
+    """
+    total = torch.zeros(())
+    for router in routed:
+        experts = router.shape[-1]
+        for row, label in zip(router.view(*labels.shape, experts), labels, strict=True):
+            counted = row[label != IGNORE_INDEX].float()
+            if len(counted):
+                probabilities = counted.softmax(-1)
+                chosen = F.one_hot(probabilities.topk(top_k).indices, experts).sum(1).float()
+                total = total + experts * (chosen.mean(0) * probabilities.mean(0)).sum() / len(routed)
+    return total

@@ -4,7 +4,7 @@ Weights are whole on every rank and their gradients are to be summed over the ra
 rank's own tokens alone. Attention is registered with transformers under two names, so it reaches every model that asks
 for its attention function by name::
 
-    apply_context_parallel(model, group, "ring")
+    apply_context_parallel(model, group, "ring", spec)
     with context_of(model, micro_batch) as part:   # part: this rank's tokens
         loss = ...(model, part)
     loss.backward()
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
 from mgpu_pipe.parallel.context_ring import ring_attention
@@ -46,6 +47,8 @@ class ContextAxis:
 
     group: dist.ProcessGroup
     method: Method
+    spec: BatchSpec
+    """Of the micro-batches that are cut."""
 
     @property
     def size(self) -> int:
@@ -67,7 +70,7 @@ class SequenceContext:
     @classmethod
     def of(cls, micro_batch: Mapping[str, torch.Tensor], axis: ContextAxis) -> SequenceContext:
         """Of a whole micro-batch."""
-        positions = micro_batch["position_ids"]
+        positions = axis.spec.documents_of(micro_batch)
         return cls(axis, document_numbers(positions, padded_length(positions.shape[1], axis.size, axis.method)))
 
     @property
@@ -100,13 +103,14 @@ _active: SequenceContext | None = None
 block again, runs on another thread."""
 
 
-def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Method) -> None:
+def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: Method, spec: BatchSpec) -> None:
     """Let the attention of ``model`` run over the ranks of ``group``, in place. Parameters stay as they are.
 
     Args:
         model: one of transformers, also on the meta device and with its heads cut by tensor parallelism.
         group: the ranks that share sequences.
         method: ``ring`` or ``ulysses``.
+        spec: of the micro-batches that are cut.
 
     Raises:
         ValueError: the model does not look up its attention function.
@@ -115,7 +119,7 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: M
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
     _register()
     cast(Any, model).config._attn_implementation = NAMES[method]
-    model.__dict__[AXIS] = ContextAxis(group, method)
+    model.__dict__[AXIS] = ContextAxis(group, method, spec)
 
 
 def context_axis(model: nn.Module) -> ContextAxis | None:
@@ -141,7 +145,7 @@ def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) ->
     if axis is None:
         return dict(micro_batch)
     documents = SequenceContext.of(micro_batch, axis).documents
-    return {**split_micro_batch(micro_batch, axis.size, axis.rank, axis.method), DOCUMENTS: documents}
+    return {**split_micro_batch(micro_batch, axis.spec, axis.size, axis.rank, axis.method), DOCUMENTS: documents}
 
 
 @contextmanager

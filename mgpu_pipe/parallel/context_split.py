@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.batch_spec import BatchSpec
 
 Method = Literal["ring", "ulysses"]
 Range = tuple[int, int]
@@ -38,63 +37,42 @@ def chunk_ranges(length: int, size: int, rank: int, method: Method) -> tuple[Ran
     return tuple((chunk * each, (chunk + 1) * each) for chunk in owned)
 
 
-def pad_micro_batch(micro_batch: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-    """``micro_batch`` with rows of at least ``length`` tokens; what is added is a document that counts nothing."""
-    present = micro_batch["input_ids"].shape[1]
-    missing = length - present
-    if missing <= 0:
-        return dict(micro_batch)
-    padded = {}
-    for name, value in micro_batch.items():
-        if not _along_the_sequence(value, present):
-            padded[name] = value
-        elif name == "position_ids":
-            # Positions that begin again are a document of its own, as padding is everywhere.
-            tail = torch.arange(missing, dtype=value.dtype, device=value.device).expand(value.shape[0], -1)
-            padded[name] = torch.cat([value, tail], dim=1)
-        else:
-            around = [0, 0] * (value.dim() - 2) + [0, missing]
-            padded[name] = F.pad(value, around, value=IGNORE_INDEX if name == "labels" else 0)
-    return padded
-
-
 def split_micro_batch(
-    micro_batch: Mapping[str, torch.Tensor], size: int, rank: int, method: Method
+    micro_batch: Mapping[str, torch.Tensor], spec: BatchSpec, size: int, rank: int, method: Method
 ) -> dict[str, torch.Tensor]:
     """This rank's part of a micro-batch.
 
     Args:
-        micro_batch: tensors of shape (rows, seq_len, ...), which are cut, and others, which stay; see
-            :class:`~mgpu_pipe.data.step_batch.StepBatch`. A length that does not divide is padded with tokens that
-            count nothing.
+        micro_batch: fields along the sequence, which are cut, and others, which stay. A length that does not divide is
+            padded with a document that counts nothing.
+        spec: says which is which.
         size: ranks that share the sequence.
         rank: of this process among them.
 
     Returns:
-        Tensors of shape (rows, padded seq_len / size, ...). The positions are those in the whole sequence.
+        Tensors of padded length / ``size``. Positions are those in the whole sequence.
     """
-    present = micro_batch["input_ids"].shape[1]
-    length = padded_length(present, size, method)
+    length = padded_length(spec.length(micro_batch), size, method)
     ranges = chunk_ranges(length, size, rank, method)
-    return {
-        name: torch.cat([value[:, start:stop] for start, stop in ranges], dim=1)
-        if _along_the_sequence(value, length)
-        else value
-        for name, value in pad_micro_batch(micro_batch, length).items()
-    }
+    part = spec.padded(micro_batch, length)
+    for name, value in part.items():
+        dim = spec.fields[name].sequence_dim
+        if dim is not None:
+            part[name] = torch.cat([value.narrow(dim, start, stop - start) for start, stop in ranges], dim=dim)
+    return part
 
 
-def document_numbers(position_ids: torch.Tensor, length: int) -> torch.Tensor:
+def document_numbers(positions: torch.Tensor, length: int) -> torch.Tensor:
     """Of every token of rows padded to ``length`` its document's number in the row, from 0 up; padding is the last.
 
     Args:
-        position_ids: (rows, seq_len) of whole sequences; a document begins wherever they do not go up by one.
+        positions: (rows, seq_len) of whole sequences; a document begins wherever they do not go up by one.
 
     Returns:
         int64 of shape (rows, ``length``) on the CPU: what is to be computed is decided there. A copy from another
         device waits for it, once a micro-batch.
     """
-    positions = position_ids.cpu()
+    positions = positions.cpu()
     starts = torch.zeros_like(positions)
     starts[:, 1:] = positions.diff(dim=-1) != 1
     documents = starts.cumsum(-1)
@@ -102,7 +80,3 @@ def document_numbers(position_ids: torch.Tensor, length: int) -> torch.Tensor:
     if missing > 0:
         documents = torch.cat([documents, (documents[:, -1:] + 1).expand(-1, missing)], dim=1)
     return documents
-
-
-def _along_the_sequence(value: torch.Tensor, length: int) -> bool:
-    return value.dim() >= 2 and value.shape[1] == length

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: step batchs, evaluation and sampling over the stages of a cut model.
+"""Pipeline parallelism: step batches, evaluation and sampling over the stages of a cut model.
 
 Training runs torch's schedules (:mod:`parallel.pipeline_schedule`), whose micro-batches are those of the step batch.
 Forward passes alone go slot by slot (:func:`parallel.pipeline_timing.forward_slots`): ranks work on different
@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
 from mgpu_pipe.parallel.pipeline_stages import StageView, cut_stages
@@ -26,7 +28,25 @@ from mgpu_pipe.parallel.pipeline_timing import forward_slots
 from mgpu_pipe.planner.pipeline import LayerCosts, stage_layers
 
 MicroBatch = Mapping[str, torch.Tensor]
-LossOf = Callable[[MicroBatch], torch.Tensor]
+
+
+class StageObjective(Protocol):
+    """What a pipeline asks of the objective, on whose model's last stage losses are computed."""
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """Of its micro-batches."""
+
+    def model_inputs(self, batch: MicroBatch) -> Mapping[str, Any]:
+        """Keyword arguments of the model's forward pass."""
+
+    def micro_batch_loss(self, batch: MicroBatch) -> torch.Tensor:
+        """The micro-batch's sum of losses, a float64 scalar."""
+
+    def evaluation_sums(self, batch: MicroBatch) -> torch.Tensor:
+        """What evaluation adds up, the sum of losses first; float64."""
+
+
 InStage = Callable[[MicroBatch, bool, float, Callable[[], torch.Tensor]], torch.Tensor]
 """Runs a stage's forward pass: the micro-batch, whether the stage is the last, the loss scale, and the pass itself."""
 
@@ -81,8 +101,7 @@ class Pipeline:
         views: this rank's stages, from :meth:`PipelinePlan.cut`, once the model is filled (and sharded).
         group: this rank's pipeline.
         device: of activations.
-        loss_of: a micro-batch's sum of losses from the whole model's forward pass, a float64 scalar
-            (:meth:`Objective.micro_batch_loss`); called on the last stage alone.
+        objective: its losses are computed on the last stage alone.
         dtype: of hidden states between stages: what the model computes in.
         in_stage: runs each forward pass of a stage, for what has to be around it.
         after_weights: called when gradients of weights were computed apart from those of inputs.
@@ -95,7 +114,7 @@ class Pipeline:
         views: Sequence[StageView],
         group: dist.ProcessGroup,
         device: torch.device,
-        loss_of: LossOf,
+        objective: StageObjective,
         dtype: torch.dtype = torch.float32,
         in_stage: InStage = lambda batch, last, scale, compute: compute(),
         after_weights: Callable[[], None] = lambda: None,
@@ -104,7 +123,7 @@ class Pipeline:
         self.plan, self.views, self.group = plan, {view.index: view for view in views}, group
         self.stages: list[ScheduledStage] = []
         """Those of the last step batch."""
-        self._device, self._loss_of, self._dtype = device, loss_of, dtype
+        self._device, self._objective, self._dtype = device, objective, dtype
         self._model = views[0].model
         self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
         self._in_stage, self._after_weights = in_stage, after_weights
@@ -139,7 +158,7 @@ class Pipeline:
         count = len(micro_batches)
         schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
         whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
-        # torch wants a target to compute a loss with; the labels are in the micro-batch.
+        # torch wants a target to compute a loss with; the micro-batch has its own.
         schedule.step(**whole, target=torch.empty(count), return_outputs=False)  # type: ignore[attr-defined]
         return self._loss_sum
 
@@ -197,11 +216,22 @@ class Pipeline:
         return sum(self._left[stage.stage_index] * stage.most_in_flight for stage in self.stages)
 
     def _forward(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        return self._with(self._objective.micro_batch_loss, view, received, batch)
+
+    def _with(
+        self,
+        result_of: Callable[[MicroBatch], torch.Tensor],
+        view: StageView,
+        received: torch.Tensor | None,
+        batch: MicroBatch,
+    ) -> torch.Tensor:
+        """Hidden states, or on the last stage ``result_of`` the micro-batch."""
+
         def compute() -> torch.Tensor:
             if not view.last:
-                return view(received, batch)
+                return view(received, self._objective.model_inputs(batch))
             with view.shown(received):
-                return self._loss_of(batch)
+                return result_of(batch)
 
         return self._in_stage(batch, view.last, self._loss_scale, compute)
 
@@ -211,16 +241,17 @@ class Pipeline:
             self._model._get_fsdp_state()._lazy_init()
 
     def _boundary_shape(self, batch: MicroBatch) -> tuple[int, ...]:
-        return (*batch["input_ids"].shape, self._width)
+        spec = self._objective.batch_spec
+        return spec.rows(batch), spec.length(batch), self._width
 
     # -- forward passes alone -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """The sum of losses on the rank of the last stage, zero on the others; micro-batches of any shapes, or none."""
+        """The evaluation's sums on the last stage's rank, zero elsewhere; micro-batches of any shapes, or none."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for output in self._forward_all(micro_batches, self._forward):
-            total += output
+        for output in self._forward_all(micro_batches, partial(self._with, self._objective.evaluation_sums)):
+            total = total + output
         return total
 
     @torch.no_grad()
@@ -228,17 +259,17 @@ class Pipeline:
         """Logits of the last position of every row, float32 of shape (rows, vocabulary), on all ranks.
 
         Args:
-            batch: ``input_ids`` and ``position_ids``, the same on every rank.
+            batch: the same on every rank.
         """
         found = self._forward_all([batch], self._logits)
-        rows = batch["input_ids"].shape[0]
+        rows = self._objective.batch_spec.rows(batch)
         shared = found[0] if found else torch.empty(rows, vocabulary, device=self._device)
         source = dist.get_global_rank(self.group, self.plan.last_rank)
         dist.broadcast(shared, source, group=self.group)
         return shared
 
     def _logits(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, batch))
+        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, self._objective.model_inputs(batch)))
         return output[:, -1].float().contiguous() if view.last else output
 
     def _forward_all(

@@ -159,8 +159,8 @@ def build_schedule(
     """torch's schedule of that name over this rank's stages; gradients are summed, never scaled.
 
     Args:
-        loss_function: of the last stage's output and a target, which is not looked at: the micro-batch's labels go to
-            the stage itself.
+        loss_function: of the last stage's output and a target, which is not looked at: the micro-batch's own
+            go to the stage itself.
 
     Raises:
         ValueError: a number of micro-batches that the schedule does not take (``check`` says it with the fix).

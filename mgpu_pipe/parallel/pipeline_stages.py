@@ -3,7 +3,7 @@
 Every rank builds the whole model on the meta device and keeps the layers of its own stages under their own numbers;
 the rank of the first stage also keeps the embeddings, that of the last one norm and head. What is gone is replaced by
 modules that hand their input on, so transformers' own forward pass runs each stage, with its masks and rotary tables
-made from the micro-batch's ``position_ids``, which every rank has.
+made from the micro-batch's fields, which every rank has.
 
 A rank with two stages keeps both in one model, so parameters, layouts, optimizer, checkpoints, sharding and compiling
 see one module; a :class:`StageView` shows one of its stages for the length of a forward pass.
@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.layout import Layout, add_layouts
 from mgpu_pipe.models.stage_parts import STAGE_PARTS, StageParts
 from mgpu_pipe.models.stage_placeholders import Received, Removed, RemovedEmbedding, RemovedHead
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 TIED = "mgpu_tied_across_stages"
 """The attribute of a root module that names its parameter that a stage on another rank holds too."""
@@ -75,10 +71,14 @@ class StageView:
             for modules, name, whole in held:
                 modules[name] = whole
 
-    def __call__(self, received: torch.Tensor | None, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Hidden states, or the last stage's logits, of a micro-batch, given what the stage before made of it."""
+    def __call__(self, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Hidden states, or the last stage's logits, of a micro-batch, given what the stage before made of it.
+
+        Args:
+            inputs: keyword arguments of the model's forward pass.
+        """
         with self.shown(received):
-            return self.model(**forward_kwargs(cast("PreTrainedModel", self.model), batch)).logits
+            return cast(torch.Tensor, self.model(**inputs).logits)
 
 
 def cut_stages(

@@ -1,6 +1,6 @@
 """Line charts as HTML with inline SVG, without a plotting library.
 
-The SVG holds the curves alone and is stretched to the width there is, strokes keeping their width; axis labels are
+The SVG holds the curves alone and is stretched to the width there is, strokes keeping their width; the axes' texts are
 HTML placed by percentages, so they stay as large on a phone as on a desk. Colours are CSS variables, so that light
 and dark are the reader's choice.
 """

@@ -97,7 +97,9 @@ class EngineStrategy(ParallelStrategy):
 
     @abstractmethod
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
-        """This process's sum of losses over the step batch's micro-batches, a float64 scalar, without gradients."""
+        """This process's sums over the step batch's micro-batches, without gradients; see
+        :meth:`Objective.evaluation_sums`. A float64 zero where it has none.
+        """
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -138,7 +140,7 @@ class EngineStrategy(ParallelStrategy):
     def sampling_forward(self) -> Callable[..., Any] | None:
         """What takes the place of the model's forward pass while text is generated, on all ranks; None: nothing does.
 
-        It takes ``input_ids`` and ``position_ids`` of whole texts and returns an object with ``logits``.
+        It takes whole texts, as :meth:`Objective.sampling_batch` does, and returns an object with ``logits``.
         """
         return None
 
@@ -179,11 +181,20 @@ class EngineStrategy(ParallelStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, StepBatch) and self._device.type != "cpu":
+            needed = self.needed_fields()
             batch.micro_batches = [
-                {name: value.to(self._device, non_blocking=True) for name, value in micro_batch.items()}
+                {
+                    name: value.to(self._device, non_blocking=True)
+                    for name, value in micro_batch.items()
+                    if name in needed
+                }
                 for micro_batch in batch.micro_batches
             ]
         return batch
+
+    def needed_fields(self) -> tuple[str, ...]:
+        """The fields of a micro-batch that this rank computes with."""
+        return tuple(self.objective.batch_spec.fields)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor) or self.world_size == 1:

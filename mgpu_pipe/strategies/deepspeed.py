@@ -20,7 +20,7 @@ from mgpu_pipe.checkpoint.adapters import take_numbers
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
-from mgpu_pipe.data.step_batch import StepBatch, without_labels
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -302,11 +302,11 @@ class DeepSpeedStrategy(EngineStrategy):
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for micro_batch in self._padded(step_batch.micro_batches):
-            total += self.engine(micro_batch)
+            total = total + self.engine(micro_batch)
         return total
 
     def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """As many micro-batches on every rank, those added without labels: under ZeRO-3 all ranks run each layer.
+        """As many micro-batches on every rank, those added without targets: under ZeRO-3 all ranks run each layer.
 
         A collective call under ZeRO-3.
         """
@@ -319,7 +319,7 @@ class DeepSpeedStrategy(EngineStrategy):
             return micro_batches
         like = micro_batches[-1] if micro_batches else self._like
         assert like is not None, "an evaluation follows a training step"
-        return [*micro_batches, *[without_labels(like)] * missing]
+        return [*micro_batches, *[self.objective.batch_spec.without_targets(like)] * missing]
 
     @property
     def holds_whole_model(self) -> bool:

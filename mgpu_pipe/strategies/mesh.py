@@ -241,18 +241,22 @@ class MeshStrategy(EngineStrategy):
         else:
             total = torch.zeros((), dtype=torch.float64, device=self._device)
             for micro_batch in micro_batches:
-                total += split.forward(split.part_of(micro_batch))
+                total = total + split.evaluate(split.part_of(micro_batch))
         split.settle()
         return total if split.counts_its_loss else torch.zeros_like(total)
 
     def _as_many_as_any(self, micro_batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """The micro-batches, and empty ones until every rank has as many: a forward pass gathers from all ranks."""
-        length = next(iter(micro_batches[0].values())).shape[1] if micro_batches else 0
+        spec = self.objective.batch_spec
+        length = spec.length(micro_batches[0]) if micro_batches else 0
         most = torch.tensor([len(micro_batches), length], device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         count, length = most.tolist()
         missing = count - len(micro_batches)
-        return [*micro_batches, *[self.objective.empty_micro_batch(length, self._device)] * missing]
+        return [*micro_batches, *[spec.empty(length, self._device)] * missing]
+
+    def needed_fields(self) -> tuple[str, ...]:
+        return self.split.fields
 
     def step_metrics(self) -> dict[str, float]:
         return self.split.step_metrics()
@@ -263,10 +267,8 @@ class MeshStrategy(EngineStrategy):
             return None
         vocabulary = int(self.objective.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
 
-        def forward(input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **_: Any) -> Any:
-            if position_ids is None:
-                position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-            batch = {"input_ids": input_ids, "position_ids": position_ids}
+        def forward(*args: Any, **inputs: Any) -> Any:
+            batch = self.objective.sampling_batch(*args, **inputs)
             return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary)[:, None])  # type: ignore[arg-type]
 
         return forward

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,12 +167,10 @@ class ParallelModel:
                     assert self.streams is not None
                     module.forward = self.streams.within(True, module.forward)  # type: ignore[method-assign]
         if dims.cp > 1:
-            apply_context_parallel(model, self._groups["cp"], options.context_method)
-        router_loss = getattr(self._objective, "router_loss", None)
-        if router_loss is not None:
-            # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
-            along = tensor if options.sequence_parallel and dims.ep > 1 else None
-            router_loss.reduce_over([self._groups["cp"]] if dims.cp > 1 else [], along)
+            apply_context_parallel(model, self._groups["cp"], options.context_method, self._objective.batch_spec)
+        # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
+        along = tensor if options.sequence_parallel and dims.ep > 1 else None
+        self._objective.share_sequences([self._groups["cp"]] if dims.cp > 1 else [], along)
         if views:
             assert options.pipeline is not None
             compute = COMPUTE_DTYPES[options.precision] or next(model.parameters()).dtype
@@ -181,7 +179,7 @@ class ParallelModel:
                 views,
                 self._groups["pp"],
                 self._device,
-                self._objective.micro_batch_loss,
+                self._objective,
                 compute,
                 in_stage=self._in_stage,
                 after_weights=lambda: self.facts.note_gradients(),
@@ -213,19 +211,26 @@ class ParallelModel:
     def _in_stage(
         self, batch: MicroBatch, last: bool, scale: float, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """A stage's forward pass among its micro-batch's sequences, with its routers' balance loss."""
-        router_loss = getattr(self._objective, "router_loss", None)
+        """A stage's forward pass among its micro-batch's sequences, with what the objective adds to its output."""
         with in_sequences(self._objective.model, batch):
-            if router_loss is None or last or not torch.is_grad_enabled():
-                return compute()
-            with router_loss.collecting():
-                return cast(torch.Tensor, router_loss.attached(compute(), batch["labels"], scale))
+            return compute() if last else self._objective.stage_output(batch, scale, compute)
 
     # -- a step batch ------------------------------------------------------------------------------------------
 
     def part_of(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a micro-batch of its data-parallel rank, and what attention has to know of it."""
-        return with_documents(self._objective.model, micro_batch)
+        """This rank's tokens of a micro-batch of its data-parallel rank, and what attention has to know of it.
+
+        Along a pipeline only the fields that its stages need.
+        """
+        return with_documents(self._objective.model, {name: micro_batch[name] for name in self.fields})
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Of a micro-batch, those that this rank needs."""
+        stages = self.pipeline.views.values() if self.pipeline is not None else ()
+        first = not stages or any(stage.first for stage in stages)
+        last = not stages or any(stage.last for stage in stages)
+        return self._objective.batch_spec.needed(first, last)
 
     @property
     def counts_its_loss(self) -> bool:
@@ -245,6 +250,11 @@ class ParallelModel:
         """The sum of losses of this rank's part (:meth:`part_of`) of a micro-batch, without a pipeline."""
         with in_sequences(self._objective.model, part):
             return self._objective.micro_batch_loss(part)
+
+    def evaluate(self, part: MicroBatch) -> torch.Tensor:
+        """The sums of the evaluation of this rank's part of a micro-batch, without a pipeline."""
+        with in_sequences(self._objective.model, part):
+            return self._objective.evaluation_sums(part)
 
     def end_step(
         self, loss_sum: torch.Tensor, told: list[float], step_batch: StepBatch

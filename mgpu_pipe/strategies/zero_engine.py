@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class LossModule(nn.Module):
-    """What DeepSpeed's engine runs: from a micro-batch to the sum of its losses."""
+    """What DeepSpeed's engine runs: from a micro-batch to the sum of its losses, or to what evaluation sums up."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()
         self.model = objective.model
-        self._loss = objective.micro_batch_loss
+        self._loss, self._evaluation = objective.micro_batch_loss, objective.evaluation_sums
 
     def forward(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._loss(micro_batch)
+        return self._loss(micro_batch) if torch.is_grad_enabled() else self._evaluation(micro_batch)
 
 
 def prepare_deepspeed(device: torch.device) -> None:

@@ -17,10 +17,11 @@ from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.validate import resolve_precision
+from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.rotary import fix_rotary_length
-from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.base import Batch, Objective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
@@ -29,11 +30,11 @@ from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.verify import bounds
 from mgpu_pipe.verify.baseline import BaselineRun, PlainStep
-from mgpu_pipe.verify.batches import Batch, global_batch, micro_batches, step_batch_of
+from mgpu_pipe.verify.batches import global_batch, micro_batches, step_batch_of
 from mgpu_pipe.verify.bounds import Measurement
 from mgpu_pipe.verify.transfer import Tensors, check_covered, fill, from_rank_0, norm_of, squared_errors, whole_errors
 
-StepBatchMaker = Callable[[Batch, int, BatchPlan, int], StepBatch]
+StepBatchMaker = Callable[[Batch, BatchSpec, int, BatchPlan, int], StepBatch]
 
 
 def compare(
@@ -45,7 +46,7 @@ def compare(
     """Train the (small) ``config`` for ``trainer.max_steps`` and compare every step. A collective call.
 
     Args:
-        step_batch_maker: this process's share ``(global batch, step, plan, data-parallel rank)`` of a step.
+        step_batch_maker: this process's share ``(global batch, its spec, step, plan, data-parallel rank)`` of a step.
         on_start: called with the strategy once its model is built and split.
 
     Returns:
@@ -59,14 +60,9 @@ def compare(
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     steps = config.trainer.max_steps or 1
     strategy, objective = _configured(config, dims)
-    vocabulary = int(objective.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-    packed = config.data.packing != "none"
-    batches = [
-        global_batch(config.seed, step, plan.global_batch_size, config.data.seq_len, vocabulary, packed)
-        for step in range(steps)
-    ]
+    batches = [global_batch(objective, config, step) for step in range(steps)]
     at = dims.data_parallel_rank(dist.get_rank())
-    watch = _Comparison(config, plan, batches, on_start)
+    watch = _Comparison(config, objective, plan, batches, on_start)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=dims.world_size,
@@ -85,9 +81,9 @@ def compare(
         inference_mode=False,
     )
     quiet_signals(trainer)
-    trainer.fit(
-        objective, ListedStepBatches([step_batch_maker(batch, step, plan, at) for step, batch in enumerate(batches)])
-    )
+    spec = objective.batch_spec
+    made = [step_batch_maker(batch, spec, step, plan, at) for step, batch in enumerate(batches)]
+    trainer.fit(objective, ListedStepBatches(made))
     return watch.measurements
 
 
@@ -115,13 +111,20 @@ class _Comparison(pl.Callback):
     """Sets the state before each step, and compares gradients before and weights after the update."""
 
     def __init__(
-        self, config: RunConfig, plan: BatchPlan, batches: list[Batch], on_start: Callable[[EngineStrategy], None]
+        self,
+        config: RunConfig,
+        objective: Objective,
+        plan: BatchPlan,
+        batches: list[Batch],
+        on_start: Callable[[EngineStrategy], None],
     ) -> None:
         self.measurements: list[Measurement] = []
         self._plan, self._batches, self._on_start = plan, batches, on_start
+        self._spec = objective.batch_spec
         first = dist.get_rank() == 0
-        self._plain = BaselineRun(config) if first else None
-        self._alone = BaselineRun(config, config.precision.name) if first and config.precision.name != "fp32" else None
+        self._plain = BaselineRun(config, objective) if first else None
+        precision = config.precision.name
+        self._alone = BaselineRun(config, objective, precision) if first and precision != "fp32" else None
         self._rounds = config.precision.name == "bf16_true"
         self._weights = self._share(self._plain.weights() if self._plain else [])
         self._state: Tensors = {}
@@ -186,7 +189,7 @@ class _Comparison(pl.Callback):
         """How far one bf16 process is off, over the micro-batches of the configured plan."""
         assert self._alone is not None
         assert self._plain is not None
-        found = self._alone.step(step, micro_batches(self._batches[step], self._plan.micro_batch_size))
+        found = self._alone.step(step, micro_batches(self._batches[step], self._spec, self._plan.micro_batch_size))
         expected = self._expected
         total = norm_of(expected.gradients.values()) or 1.0
         off = {name: norm_of([found.gradients[name] - g]) / total for name, g in expected.gradients.items()}

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.attention import BY_MASK, BY_POSITION_IDS, block_diagonal_mask, check_packing, forward_kwargs
+from mgpu_pipe.models.attention import BY_MASK, BY_POSITION_IDS, check_packing
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.packed_text import block_diagonal_mask, forward_kwargs
 from tests.models.tiny import tiny_model
 
 CUTS = ((5, 4, 3), (2, 7, 3))

@@ -51,7 +51,7 @@ def build(model: ModelConfig, schedule: str, by_hand: list[int] | None = None, c
     fill_parameters(built, lambda name, part: values[name].detach().clone(), CPU)
     materialise_buffers(built, recipe_of(built), CPU)
     assert dist.group.WORLD is not None
-    return built, Pipeline(plan, views, dist.group.WORLD, CPU, objective.micro_batch_loss)
+    return built, Pipeline(plan, views, dist.group.WORLD, CPU, objective)
 
 
 def gradients_of(model: Any) -> dict[str, tuple[str, bool, torch.Tensor]]:

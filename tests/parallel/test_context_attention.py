@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mgpu_pipe.models.attention import block_diagonal_mask
+from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.objectives.packed_text import block_diagonal_mask, packed_text
 from mgpu_pipe.parallel.context import ContextAxis, SequenceContext
-from mgpu_pipe.parallel.context_split import Method, chunk_ranges, pad_micro_batch, padded_length, split_micro_batch
+from mgpu_pipe.parallel.context_split import Method, chunk_ranges, padded_length, split_micro_batch
 from tests.support.processes import run_processes
 
 ROWS, HEAD_SIZE, SCALE = 3, 8, 0.3
@@ -54,7 +55,7 @@ def shared(
     """This rank's part of the same, with its ranges of the padded sequence in front."""
     group = dist.group.WORLD
     assert group is not None
-    axis = ContextAxis(group, method)
+    axis = ContextAxis(group, method, packed_text())
     batch = {"input_ids": torch.zeros(ROWS, length, dtype=torch.int64), "position_ids": positions(length, seed)}
     context = SequenceContext.of(batch, axis)
     whole = padded_length(length, axis.size, method)
@@ -135,9 +136,11 @@ def test_every_token_is_on_one_rank_and_padding_counts_nothing(method: Method, l
         "scale": torch.rand(5),
     }
     size = 4
-    parts = [split_micro_batch(batch, size, rank, method) for rank in range(size)]
+    own = {"weight": Field(shape=(3,), dtype="float32"), "scale": Field(sequence_dim=None, dtype="float32")}
+    spec = BatchSpec({**packed_text().fields, **own}, documents="position_ids")
+    parts = [split_micro_batch(batch, spec, size, rank, method) for rank in range(size)]
     whole = padded_length(length, size, method)
-    padded = pad_micro_batch(batch, whole)
+    padded = spec.padded(batch, whole)
     for name in ("input_ids", "labels", "position_ids", "weight"):
         each = [part[name] for part in parts]
         assert {tuple(tensor.shape[:2]) for tensor in each} == {(2, whole // size)}

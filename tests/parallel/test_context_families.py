@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.context_checks import BY_INTERFACE
 from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
+from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.parallel.context import apply_context_parallel, context_of
 from tests.models.tiny import tiny_model
 from tests.support.processes import run_processes
@@ -45,7 +45,7 @@ def both(families: list[str]) -> dict[str, float]:
         expected = gradients(model, batch)
         for method in ("ring", "ulysses"):
             model.zero_grad()
-            apply_context_parallel(model, dist.group.WORLD, method)
+            apply_context_parallel(model, dist.group.WORLD, method, packed_text())
             for found, true in zip(gradients(model, batch), expected, strict=True):
                 dist.all_reduce(found)
                 error = float((found - true).norm() / true.norm())

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.attention import forward_kwargs
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
+from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.context import apply_context_parallel, context_of
 from tests.support.processes import run_processes
@@ -64,7 +64,7 @@ def split(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients, summed over the ranks."""
     model = model_of(MODELS[name], dtype)
-    apply_context_parallel(model, dist.group.WORLD, method)
+    apply_context_parallel(model, dist.group.WORLD, method, packed_text())
     apply_activation_checkpointing(model, checkpointing)
     loss, gradients = totals(model, micro_batches(length))
     summed = torch.tensor(loss, dtype=torch.float64)
@@ -137,7 +137,7 @@ def heads_of_half_a_model(method: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Tensor parallelism's attention: half of the heads in every projection, the configuration unchanged."""
     model = model_of(MODELS["llama"])
     halve(model)
-    apply_context_parallel(model, dist.group.WORLD, method)
+    apply_context_parallel(model, dist.group.WORLD, method, packed_text())
     loss, gradients = totals(model, micro_batches(24))
     summed = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(summed)
@@ -167,7 +167,7 @@ def outside() -> tuple[bool, str]:
     model = model_of(MODELS["llama"])
     with torch.no_grad():
         expected = model(**forward_kwargs(model, batch)).logits
-        apply_context_parallel(model, dist.group.WORLD, "ring")
+        apply_context_parallel(model, dist.group.WORLD, "ring", packed_text())
         same = torch.equal(model(**forward_kwargs(model, batch)).logits, expected)
         with context_of(model, batch):
             try:
@@ -185,7 +185,7 @@ def test_outside_of_a_context_the_model_is_the_plain_one() -> None:
 
 def refused(config: ModelConfig) -> str:
     model = model_of(config)
-    apply_context_parallel(model, dist.group.WORLD, "ring")
+    apply_context_parallel(model, dist.group.WORLD, "ring", packed_text())
     try:
         totals(model, [{name: value[:, :24] % VOCABULARY for name, value in micro_batches(24)[0].items()}])
     except ConfigError as error:

@@ -159,7 +159,7 @@ def sharded(model_name: str, layers: int, schedules: list[str]) -> dict[str, Any
 
         fill_parameters(built, part, CPU)
         materialise_buffers(built, recipe_of(built), CPU)
-        pipeline = Pipeline(plan, views, group, CPU, objective.micro_batch_loss)
+        pipeline = Pipeline(plan, views, group, CPU, objective)
         one = step_batch(0, shard, 2, 1)
         losses = []
         for _ in range(2):  # gradients of two step batches are no sum: they are cleared in between

@@ -5,13 +5,21 @@ from __future__ import annotations
 import torch
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.packed_text import packed_text, random_packed_text
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.verify.batches import global_batch, step_batch_of
+from mgpu_pipe.verify.batches import step_batch_of
+
+
+def global_batch(
+    seed: int, step: int, samples: int, seq_len: int, vocabulary: int, packed: bool = True
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1000 * step)
+    return random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
 
 
 def test_windows_share_the_global_batch() -> None:
     batch, plan = global_batch(7, 3, 12, 32, 96), BatchPlan(12, 3, 2)
-    step_batches = [step_batch_of(batch, 3, plan, rank) for rank in range(3)]
+    step_batches = [step_batch_of(batch, packed_text(), 3, plan, rank) for rank in range(3)]
     for name, value in batch.items():
         parts = [micro_batch[name] for step_batch in step_batches for micro_batch in step_batch.micro_batches]
         assert torch.equal(torch.cat(parts), value)

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.objectives.base import Batch
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.verify.batches import Batch, step_batch_of
+from mgpu_pipe.verify.batches import step_batch_of
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
@@ -51,17 +53,17 @@ def parameter(strategy: MeshStrategy) -> torch.nn.Parameter:
     return dict(strategy.objective.model.named_parameters())[TARGET]
 
 
-def wrong_normalizer(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepBatch:
+def wrong_normalizer(batch: Batch, spec: BatchSpec, step: int, plan: BatchPlan, rank: int) -> StepBatch:
     """The mean over processes of each process's mean: the common mistake."""
-    step_batch = step_batch_of(batch, step, plan, rank)
+    step_batch = step_batch_of(batch, spec, step, plan, rank)
     own = sum(int((micro_batch["labels"] != IGNORE_INDEX).sum()) for micro_batch in step_batch.micro_batches)
     step_batch.loss_denominator = own * plan.data_parallel_size
     return step_batch
 
 
-def wrong_samples(batch: Batch, step: int, plan: BatchPlan, rank: int) -> StepBatch:
+def wrong_samples(batch: Batch, spec: BatchSpec, step: int, plan: BatchPlan, rank: int) -> StepBatch:
     """Every process takes the first one's samples."""
-    return step_batch_of(batch, step, plan, 0)
+    return step_batch_of(batch, spec, step, plan, 0)
 
 
 WINDOWS = {"normalizer": wrong_normalizer, "samples": wrong_samples}

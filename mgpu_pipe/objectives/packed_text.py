@@ -1,0 +1,122 @@
+"""Micro-batches of packed text: their fields, what a model's forward pass is given of them, and random ones.
+
+Positions restart with every document. Most families of transformers read the boundaries from that and build the
+block-diagonal mask themselves (``masking_utils.find_packed_sequence_indices``), as long as they get no attention mask
+and no cache; a few need the mask from here (:mod:`mgpu_pipe.models.attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.models.attention import FLASH, document_isolation
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+SHORTEST_DOCUMENT = 3
+
+
+def packed_text(labels_on: Stages = "last") -> BatchSpec:
+    """int64 tensors of shape ``(micro_batch_size, seq_len)``.
+
+    ``input_ids``; ``labels``, already shifted (``labels[:, t]`` is the token after ``input_ids[:, t]`` in the same
+    document, or ``IGNORE_INDEX``); ``position_ids``, which restart at 0 with every document of a pack.
+    Padding is a document of its own whose labels are all ``IGNORE_INDEX``.
+
+    Args:
+        labels_on: the pipeline stages that need the labels.
+    """
+    return BatchSpec(
+        {
+            "input_ids": Field(),
+            "labels": Field(padding=IGNORE_INDEX, target=True, stages=labels_on),
+            "position_ids": Field(counting=True),
+        },
+        documents="position_ids",
+    )
+
+
+def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Keyword arguments of ``model(...)`` (or of its base model) for one micro-batch; labels are left out.
+
+    Args:
+        batch: ``input_ids`` and ``position_ids`` of shape (rows, seq_len), see :func:`packed_text`.
+
+    Returns:
+        ``input_ids``, ``use_cache=False`` and what keeps documents apart. Under flash attention the rows are laid end
+        to end, shape (1, rows * seq_len), for transformers finds packed documents only in a batch of one; outputs
+        then have that shape too, and ``labels.reshape(1, -1)`` or any reshape to tokens fits them.
+    """
+    input_ids, position_ids = batch["input_ids"], batch["position_ids"]
+    isolation = document_isolation(model.config.model_type, vars(model.config))
+    kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+    if isolation == "none":
+        return kwargs
+    if model.config._attn_implementation in FLASH:
+        return {**kwargs, "input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
+    kwargs["position_ids"] = position_ids
+    if isolation == "mask":
+        kwargs["attention_mask"] = block_diagonal_mask(position_ids, model.config._attn_implementation == "sdpa")
+    return kwargs
+
+
+def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool, causal: bool = True) -> torch.Tensor:
+    """Mask of what is visible inside documents, shape (rows, 1, seq_len, seq_len).
+
+    Args:
+        position_ids: shape (rows, seq_len); a document begins wherever it does not go up by one.
+        as_bool: True where visible (for sdpa), else additive fp32: 0 where visible (for eager attention).
+        causal: whether a token sees none after it.
+    """
+    import torch
+
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids.diff(dim=-1) != 1
+    document = starts.cumsum(-1)
+    visible = document[:, :, None] == document[:, None, :]
+    if causal:
+        length = position_ids.shape[1]
+        visible &= torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+    visible = visible[:, None]
+    if as_bool:
+        return visible
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
+
+
+def random_packed_text(
+    generator: torch.Generator, step: int, samples: int, seq_len: int, vocabulary: int, packed: bool = True
+) -> dict[str, torch.Tensor]:
+    """All samples of one optimizer step: random documents with uneven label masks, padding, and a masked sample.
+
+    Every fourth sample ends in padding. In every third step the last sample has no valid label at all.
+    """
+    import torch
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, max(low + 1, high), (), generator=generator))
+
+    ids = torch.randint(0, vocabulary, (samples, seq_len + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    positions = torch.zeros(samples, seq_len, dtype=torch.int64)
+    for row in range(samples):
+        padded = row % 4 == 1 or not packed
+        end = draw(seq_len // 3, seq_len - 1) if padded else seq_len
+        start = 0
+        while start < end:
+            longest = end - start
+            length = draw(SHORTEST_DOCUMENT, longest + 1) if packed else longest
+            length = longest if longest - length < SHORTEST_DOCUMENT else length
+            positions[row, start : start + length] = torch.arange(length)
+            labels[row, start + length - 1] = IGNORE_INDEX
+            labels[row, start : start + draw(0, length // 2)] = IGNORE_INDEX  # a prompt carries no loss
+            start += length
+        positions[row, end:] = torch.arange(seq_len - end)
+        labels[row, end:] = IGNORE_INDEX
+    if step % 3 == 2 and samples > 2:
+        labels[-1] = IGNORE_INDEX
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels, "position_ids": positions}
