@@ -7,8 +7,8 @@ from typing import Any
 
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.find import stages_of
 from mgpu_pipe.models.axes import axes_of
-from mgpu_pipe.models.stage_parts import STAGE_PARTS
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
 
 SCHEDULE_KEY = "strategy.pipeline.schedule"
@@ -43,16 +43,9 @@ def pipeline_errors(
         fix = f"did you mean {close}?" if close else f"use one of {', '.join(SCHEDULES)}"
         return [ConfigError(SCHEDULE_KEY, schedule, fix, "no such schedule")]
     errors: list[ConfigError] = []
-    if model_type not in STAGE_PARTS:
-        families, axes = ", ".join(sorted(STAGE_PARTS)), axes_of(model_type)
-        errors.append(
-            ConfigError(
-                "strategy.pp",
-                pp,
-                f"use 1 (the axes for it are {axes}), or one of the families {families}",
-                f"models of the {model_type} family cannot be cut into stages",
-            )
-        )
+    if stages_of(model_type) is None:
+        fix, reason = f"use 1; the axes for it are {axes_of(model_type)}", f"{model_type} cannot be cut into stages"
+        errors.append(ConfigError("strategy.pp", pp, fix, reason))
     traits = SCHEDULES[schedule]
     whole = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
     if compile_model and traits.splits_backward:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.config_source import ConfigClass, config_class
 from mgpu_pipe.models.attention import BY_POSITION_IDS
 from mgpu_pipe.models.axes import axes_of
-from mgpu_pipe.models.config_source import ConfigClass, config_class
 
 OWN_ATTENTION = frozenset(["gpt_neo"])
 """Families that do not look their attention function up by name."""

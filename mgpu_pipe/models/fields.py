@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
-from mgpu_pipe.models.config_source import (
+from mgpu_pipe.families.config_source import (
     NO_DEFAULT,
     ConfigClass,
     auto_mapping,

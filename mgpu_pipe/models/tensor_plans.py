@@ -6,15 +6,13 @@ project's. :mod:`mgpu_pipe.parallel.tensor_roles` applies the same tables to a m
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.brought import brought_plan
 from mgpu_pipe.models.axes import axes_of
-from mgpu_pipe.models.config_source import class_statement
 
 Style = Literal["column", "row", "packed", "own_heads", "experts"]
 """``column`` and ``row`` parallel; ``packed``: columns of several fused matrices; ``own_heads``: whole on every rank,
@@ -92,27 +90,11 @@ SEQUENCE_PLANS: Mapping[str, SequencePlan] = {
 }
 
 
-@lru_cache(maxsize=16)
-def brought_plan(model_type: str) -> Mapping[str, str]:
-    """The plan that the family's configuration class brings, read from its source; empty where there is none."""
-    statement = class_statement(model_type)
-    for item in statement.body if statement is not None else []:
-        if not isinstance(item, ast.Assign):
-            continue
-        if "base_model_tp_plan" in [target.id for target in item.targets if isinstance(target, ast.Name)]:
-            try:
-                plan = ast.literal_eval(item.value)
-            except ValueError:  # put together from other plans
-                return {}
-            return dict(plan) if isinstance(plan, dict) else {}
-    return {}
-
-
 def has_tensor_plan(model_type: str) -> bool:
     """Whether tensor parallelism can cut the family."""
     if model_type in UNCUT_FAMILIES:
         return False
-    styles = brought_plan(model_type).values()
+    styles = brought_plan(model_type, "base_model_tp_plan").values()
     cuts = any(STYLES.get(style) in ("column", "packed") for style in styles)
     return model_type in OWN_FAMILIES or (cuts and all(style in STYLES for style in styles))
 
@@ -165,7 +147,11 @@ def tensor_parallel_errors(
 
 def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, Callable[[int], bool]]]:
     """Each size that a tensor-parallel size has to fit, in words, and whether one does."""
-    cut = {name.rsplit(".", 1)[-1] for name, style in brought_plan(model_type).items() if STYLES[style] is not None}
+    cut = {
+        name.rsplit(".", 1)[-1]
+        for name, style in brought_plan(model_type, "base_model_tp_plan").items()
+        if STYLES[style] is not None
+    }
     own = model_type in OWN_FAMILIES
     heads = _size(fields, "num_attention_heads")
     if heads and (own or "q_proj" in cut):

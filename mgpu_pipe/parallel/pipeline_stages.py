@@ -13,18 +13,70 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.find import stages_of
 from mgpu_pipe.models.layout import Layout, add_layouts
-from mgpu_pipe.models.stage_parts import STAGE_PARTS, StageParts
-from mgpu_pipe.models.stage_placeholders import Received, Removed, RemovedEmbedding, RemovedHead
+from mgpu_pipe.models.stage_placeholders import Received, Removed, RemovedAddend, RemovedEmbedding, Sent
 
 TIED = "mgpu_tied_across_stages"
 """The attribute of a root module that names its parameter that a stage on another rank holds too."""
+SENT = "mgpu_sent"
+"""The attribute of a root module that holds the :class:`Sent` of the stage that is shown."""
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """Names of the modules of a model that stages share out; see :class:`mgpu_pipe.families.family.Stages`."""
+
+    embedding: str
+    layers: str
+    norm: str | None
+    head: str
+    added: tuple[str, ...]
+    after_embedding: tuple[str, ...]
+    tuples: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, ranks: int) -> StageParts:
+        """Those of a whole ``model``.
+
+        Raises:
+            ConfigError: the family has none, or has parameters that are in no part.
+        """
+        model_type = str(model.config.model_type)  # type: ignore[union-attr]
+        stages = stages_of(model_type)
+        head = next((name for name, one in model.named_modules() if one is model.get_output_embeddings()), None)  # type: ignore[operator]
+        base = str(getattr(model, "base_model_prefix", ""))
+        if stages is None or head is None:
+            raise ConfigError("strategy.pp", ranks, "use pp=1", f"{model_type} cannot be cut into stages")
+        path = f"{base}.{stages.path}." if stages.path else f"{base}."
+        modules = dict(model.named_modules())
+        norm = f"{path}{stages.norm}"
+        parts = cls(
+            path + stages.embedding,
+            path + stages.layers,
+            norm if norm in modules else None,
+            head,
+            tuple(path + name for name in stages.added),
+            tuple(path + name for name in stages.after_embedding),
+            stages.tuples,
+        )
+        whole = (parts.embedding, parts.layers, *parts.added, *parts.after_embedding, *parts.last)
+        for name, _ in model.named_parameters():
+            if not name.startswith(tuple(f"{part}." for part in whole)):
+                raise ConfigError("strategy.pp", ranks, "use pp=1", f"{name} of {model_type} belongs to no stage")
+        return parts
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """What the last stage alone has."""
+        return (self.head,) if self.norm is None else (self.norm, self.head)
 
 
 class StageView:
@@ -41,19 +93,22 @@ class StageView:
         self.model = model
         self.index, self.layers = index, layers
         self.first, self.last = index == 0, index == stages - 1
-        self._received = Received()
-        width = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-        self._embedding = RemovedEmbedding(width)
+        self._received, self._sent = Received(parts.tuples), Sent(parts.tuples)
+        self._embedding = RemovedEmbedding(_width(model))
         self._swaps: list[tuple[nn.Module, str, nn.Module]] = []
         blocks = model.get_submodule(parts.layers)
         for name in blocks._modules:
-            if int(name) not in layers:
-                stand_in = self._received if not self.first and int(name) == layers.start - 1 else Removed()
-                self._swaps.append((blocks, name, stand_in))
+            if int(name) == layers.start - 1 and not self.first:
+                self._swaps.append((blocks, name, self._received))
+            elif int(name) == layers.stop and not self.last:
+                self._swaps.append((blocks, name, self._sent))
+            elif int(name) not in layers:
+                self._swaps.append((blocks, name, Removed(parts.tuples)))
         if not self.first:
-            self._swaps += [(*_place(model, name), self._embedding) for name in parts.first]
-        if not self.last:
-            self._swaps += [(*_place(model, parts.norm), Removed()), (*_place(model, parts.head), RemovedHead())]
+            self._swaps.append((*_place(model, parts.embedding), self._embedding))
+            self._swaps += [(*_place(model, name), RemovedAddend()) for name in parts.added]
+        gone = (*(() if self.first else parts.after_embedding), *(() if self.last else parts.last))
+        self._swaps += [(*_place(model, name), Removed()) for name in gone]
 
     @contextmanager
     def shown(self, received: torch.Tensor | None) -> Iterator[None]:
@@ -65,9 +120,10 @@ class StageView:
         try:
             for parent, name, module in self._swaps:
                 parent._modules[name] = module
+            self.model.__dict__[SENT] = self._sent
             yield
         finally:
-            self._received.hidden_states = None
+            self._received.hidden_states = self._sent.hidden_states = None
             for modules, name, whole in held:
                 modules[name] = whole
 
@@ -98,13 +154,9 @@ def cut_stages(
         This rank's stages, ascending.
 
     Raises:
-        ConfigError: a family that is not known to run in parts.
+        ConfigError: a model that does not run in parts.
     """
-    model_type = model.config.model_type  # type: ignore[union-attr]
-    parts = STAGE_PARTS.get(str(model_type))
-    if parts is None:
-        fix = f"use pp=1, or one of {', '.join(sorted(STAGE_PARTS))}"
-        raise ConfigError("strategy.pp", len(stages_of_ranks), fix, f"{model_type} cannot be cut into stages")
+    parts = StageParts.of(model, len(stages_of_ranks))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     stages = len(stage_layers)
     mine = sorted(stages_of_ranks[rank])
@@ -114,10 +166,12 @@ def cut_stages(
     kept = {layer for stage in mine for layer in stage_layers[stage]}
     for name in list(blocks._modules):
         if int(name) not in kept:
-            blocks._modules[name] = Removed()
-    for name in () if has_first else parts.first:
-        _replace(model, name, RemovedEmbedding(int(model.config.hidden_size)))  # type: ignore[union-attr, arg-type]
-    for name in () if has_last else parts.last:
+            blocks._modules[name] = Removed(parts.tuples)
+    if not has_first:
+        _replace(model, parts.embedding, RemovedEmbedding(_width(model)))
+        for name in parts.added:
+            _replace(model, name, RemovedAddend())
+    for name in (*(() if has_first else parts.after_embedding), *(() if has_last else parts.last)):
         _replace(model, name, Removed())
     if tied and has_first != has_last:
         module = parts.embedding if has_first else parts.head
@@ -126,13 +180,27 @@ def cut_stages(
         if has_last:
             layout = Layout.uncut(names[id(weight)], tuple(weight.shape), owned=False)
             add_layouts(model, {f"{module}.weight": layout})
+    # Before FSDP2's own hook, which has to see what goes to the next stage.
+    model.register_forward_hook(_give_what_is_sent)
     return [StageView(model, parts, stage, stage_layers[stage], stages) for stage in mine]
+
+
+def _give_what_is_sent(model: nn.Module, _: object, output: Any) -> Any:
+    """In place of logits that only the last stage has."""
+    sent = model.__dict__.get(SENT)
+    if sent is not None and sent.hidden_states is not None:
+        output.logits = sent.hidden_states
+    return output
 
 
 def tied_parameter(model: nn.Module) -> tuple[str, nn.Parameter] | None:
     """The parameter of this rank that the pipeline's first or last rank holds a copy of, with its local name."""
     name = model.__dict__.get(TIED)
     return None if name is None else (name, model.get_parameter(name))
+
+
+def _width(model: nn.Module) -> int:
+    return int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.models.config_source import ConfigClass, config_class
+from mgpu_pipe.families.config_source import ConfigClass, config_class
 from mgpu_pipe.models.fields import config_fields, is_noise, model_types, resolved_fields
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.topology import ParallelDims

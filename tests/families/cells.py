@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.models.config_source import NO_DEFAULT, ConfigClass, config_class
+from mgpu_pipe.families.config_source import NO_DEFAULT, ConfigClass, config_class
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink_model import shrink_model
 

@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.families.config_source import config_class
 from mgpu_pipe.inference.load import read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
-from mgpu_pipe.models.config_source import config_class
 
 SMALL = {
     "vocab_size": 128,

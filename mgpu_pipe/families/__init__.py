@@ -1,0 +1,1 @@
+"""What is known of each model family, one file a ``model_type``; without torch."""

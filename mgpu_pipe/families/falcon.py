@@ -1,0 +1,7 @@
+"""falcon."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages("word_embeddings", "h", "ln_f", tuples=True))

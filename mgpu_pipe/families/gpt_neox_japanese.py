@@ -1,0 +1,7 @@
+"""gpt_neox_japanese."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages("embed_in", norm="final_layer_norm", tuples=True))

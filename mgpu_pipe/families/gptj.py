@@ -1,0 +1,7 @@
+"""gptj."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages("wte", "h", "ln_f", after_embedding=("drop",), tuples=True))

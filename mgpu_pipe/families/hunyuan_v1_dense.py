@@ -1,0 +1,7 @@
+"""hunyuan_v1_dense."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages())

@@ -1,0 +1,7 @@
+"""mpt."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages("wte", "blocks", "norm_f", tuples=True))

@@ -1,0 +1,7 @@
+"""opt."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages(norm="final_layer_norm", added=("embed_positions",), path="decoder"))

@@ -1,0 +1,7 @@
+"""phimoe."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages())

@@ -1,0 +1,7 @@
+"""xglm."""
+
+from __future__ import annotations
+
+from mgpu_pipe.families.family import Family, Stages
+
+FAMILY = Family(stages=Stages(norm="layer_norm"))

@@ -1,0 +1,36 @@
+"""Every file of ``mgpu_pipe/families`` is found by the ``model_type`` that it is named after."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mgpu_pipe.families
+from mgpu_pipe.families.config_source import auto_mapping
+from mgpu_pipe.families.family import Family, Stages
+from mgpu_pipe.families.find import family_of, stages_of
+
+FRAME = {"__init__", "brought", "config_source", "family", "find"}
+FILES = sorted(path.stem for path in Path(mgpu_pipe.families.__file__).parent.glob("*.py") if path.stem not in FRAME)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_names_a_model_type_and_is_found(name: str) -> None:
+    (model_type,) = [one for one in auto_mapping("CONFIG_MAPPING_NAMES") if one.replace("-", "_") == name]
+    assert family_of(model_type) is not family_of("no such family")
+
+
+def test_a_family_without_a_file_is_what_transformers_says_of_it() -> None:
+    assert "olmo2" not in FILES
+    assert family_of("olmo2") == Family()
+    assert stages_of("olmo2") == Stages("embed_tokens", "layers", "norm")
+    assert stages_of("gpt_neox") == Stages("embed_in", "layers", "final_layer_norm", after_embedding=("emb_dropout",))
+    assert stages_of("mamba") is None
+
+
+def test_no_torch_is_needed() -> None:
+    code = "import sys; from mgpu_pipe.families.find import stages_of; stages_of('gemma2'); stages_of('falcon')"
+    assert subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]).returncode == 0
