@@ -83,7 +83,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type: str, ranks: 
     models, views, objectives = parts_of(model, ranks)
     hidden = None
     for stage in range(3):
-        hidden = views[stage](hidden, batch)
+        hidden = views[stage](hidden, objectives[stage].model_inputs(batch))
     with views[3].shown(hidden):
         loss = objectives[3].micro_batch_loss(batch)
     assert abs(float(loss.detach()) / float(loss0.detach()) - 1) < 1e-6
@@ -123,7 +123,7 @@ def test_a_tied_head_on_another_rank_is_a_copy_that_is_not_owned() -> None:
 
 def test_documents_stay_apart_in_every_stage() -> None:
     """Other tokens in a row's first document change nothing in its second one."""
-    _, views, _ = parts_of(model_of("llama", 6), LINE)
+    _, views, objectives = parts_of(model_of("llama", 6), LINE)
     batch = step_batch(0, 0, 1, 8).micro_batches[0]
     other = {**batch, "input_ids": batch["input_ids"].clone()}
     starts = [int((row[1:] == 0).nonzero()[0]) + 1 for row in batch["position_ids"]]
@@ -132,7 +132,8 @@ def test_documents_stay_apart_in_every_stage() -> None:
     with torch.no_grad():
         first = second = None
         for stage in range(4):
-            first, second = views[stage](first, batch), views[stage](second, other)
+            first = views[stage](first, objectives[stage].model_inputs(batch))
+            second = views[stage](second, objectives[stage].model_inputs(other))
             for row, start in enumerate(starts):
                 assert torch.equal(first[row, start:], second[row, start:]), stage
                 assert not torch.equal(first[row, :start], second[row, :start])
