@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 EXIT_OK = 0
@@ -130,3 +130,19 @@ def print_error(error: MgpuError) -> None:
     """Print an error on stderr, one line; several errors one line each."""
     for single in error.errors if isinstance(error, ConfigErrors) else [error]:
         print("error:", one_line(single), file=sys.stderr)
+
+
+def raised_by(check: Callable[[], None]) -> list[BadInputError]:
+    """The errors that ``check`` raises, as a list."""
+    try:
+        check()
+    except ConfigErrors as several:
+        return list(several.errors)
+    except BadInputError as error:
+        return [error]
+    return []
+
+
+def section_of(error: BadInputError) -> str:
+    """The section of the configuration whose key an error names; empty where it names none."""
+    return str(getattr(error, "key", "")).split(".")[0]

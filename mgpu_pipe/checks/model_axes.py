@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_pipe.checks.pipeline import pipeline_errors
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.context_checks import context_parallel_errors
 from mgpu_pipe.models.experts import expert_parallel_errors

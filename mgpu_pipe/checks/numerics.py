@@ -7,8 +7,8 @@ from importlib.machinery import PathFinder
 
 from mgpu_pipe.checks.toolchain import compiler, missing_compiler, missing_headers
 from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, cpu_is_fast_at_fp16, gpu_capability
+from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 FP8_CAPABILITY = (8, 9)

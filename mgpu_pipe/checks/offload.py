@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mgpu_pipe.checks.toolchain import compiler, missing_compiler, missing_headers
 from mgpu_pipe.child import bound
+from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planner.memory import ADAM_STATE, FP32, OPTIMIZER_STATE, state_bytes

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class
-from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims

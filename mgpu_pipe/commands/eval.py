@@ -16,7 +16,7 @@ from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_dev
 from mgpu_pipe.inference.load import LoadedRun
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     config = _evaluation_config(run, arguments.overrides)
     prepared = _prepared(run, config)
-    step_batches = evaluation_step_batches(prepared, BatchPlan.resolve(config.data, 1), 0)
+    step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0)
     if not len(step_batches):
         raise ConfigError(
             "data.validation_fraction",
@@ -81,9 +81,9 @@ def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
     return replace(data, **{name: getattr(composed, name) for name in named})
 
 
-def _prepared(run: LoadedRun, config: RunConfig) -> PreparedData:
+def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:
     """The data, tokenised as the run's was: by the tokenizer that the run keeps, where another would come out."""
-    from mgpu_pipe.data.text.prepare import prepare
+    from mgpu_pipe.data.prepare import prepare
 
     kept = run.tokenizer_folder
     if not run.own and kept is None and config.data.source != "synthetic" and config.data.tokenizer == "auto":
@@ -96,7 +96,9 @@ def _prepared(run: LoadedRun, config: RunConfig) -> PreparedData:
     return prepare(replace(config, data=replace(config.data, tokenizer=str(kept.absolute()))))
 
 
-def _same_tokenizer(one: Path, other: Path) -> bool:
+def _same_tokenizer(one: Path | None, other: Path) -> bool:
+    if one is None:
+        return False
     files = [folder / "tokenizer.json" for folder in (one, other)]
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 

@@ -35,7 +35,7 @@ class RunPaths:
 
     @property
     def data(self) -> Path:
-        """What the launcher prepared (``PreparedData`` as JSON), for the workers and for later readers."""
+        """What the launcher prepared (``Prepared`` as JSON), for the workers and for later readers."""
         return self.root / "data.json"
 
     @property

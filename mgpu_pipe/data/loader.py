@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers
 from mgpu_pipe.data.step_batch import StepBatch
-from mgpu_pipe.data.text.packed_dataset import PackedDataset
-from mgpu_pipe.data.text.prepare import PreparedData
 from mgpu_pipe.topology import BatchPlan
 
 # Samples whose order is computed at once: one call for many steps costs less than many calls.
 _ORDER_BLOCK = 1 << 14
 
-WINDOWS_AHEAD = 2
+STEP_BATCHES_AHEAD = 2
 """That each loader process makes before they are asked for."""
 
 
@@ -49,7 +48,7 @@ class TrainStepBatches:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: SampleSet,
         order: GlobalOrder,
         plan: BatchPlan,
         data_parallel_rank: int,
@@ -76,7 +75,11 @@ class TrainStepBatches:
         samples = self.samples(number)
         share = self._plan.samples_per_process
         own = samples[self._rank * share : (self._rank + 1) * share]
-        return _step_batch(self._dataset, self._plan, self._start // total + number, first, samples, own)
+        numbers = np.arange(first, first + total, dtype=np.int64)
+        own_numbers = numbers[self._rank * share : (self._rank + 1) * share]
+        return _step_batch(
+            self._dataset, self._plan, self._start // total + number, first, (samples, numbers), (own, own_numbers)
+        )
 
     def samples(self, number: int) -> NDArray[np.int64]:
         """Data set indices of all samples of step batch ``number``, over all processes; shape ``(G,)``."""
@@ -90,7 +93,7 @@ class TrainStepBatches:
         return self._block[within * total : (within + 1) * total]
 
 
-class WindowsAhead:
+class StepBatchesAhead:
     """The same step batches, made by processes that work ahead.
 
     Args:
@@ -108,16 +111,16 @@ class WindowsAhead:
         made = work_in_order(
             numbers,
             self._processes,
-            _window_maker,
+            _step_batch_maker,
             (self._step_batches,),
-            ahead=WINDOWS_AHEAD,
+            ahead=STEP_BATCHES_AHEAD,
             what="a loader process died (killed, or out of memory): use fewer, with data.num_workers=0 none",
         )
         for step_batch in made:
             yield _with_arrays_as(torch.from_numpy, step_batch)
 
 
-def _window_maker(step_batches: TrainStepBatches) -> Callable[[int], StepBatch]:
+def _step_batch_maker(step_batches: TrainStepBatches) -> Callable[[int], StepBatch]:
     """In a loader process. Arrays travel, not tensors, which torch would put into shared memory."""
     torch.set_num_threads(1)
     return lambda number: _with_arrays_as(torch.Tensor.numpy, step_batches[number])
@@ -136,7 +139,7 @@ class EvaluationStepBatches(Sequence[StepBatch]):
     """
 
     def __init__(
-        self, dataset: PackedDataset, samples: NDArray[np.int64], plan: BatchPlan, data_parallel_rank: int
+        self, dataset: SampleSet, samples: NDArray[np.int64], plan: BatchPlan, data_parallel_rank: int
     ) -> None:
         self._dataset, self._samples, self._plan, self._rank = dataset, samples, plan, data_parallel_rank
 
@@ -158,16 +161,18 @@ class EvaluationStepBatches(Sequence[StepBatch]):
         samples = self._samples[first : first + self._plan.global_batch_size]
         size = self._plan.data_parallel_size
         own = samples[len(samples) * self._rank // size : len(samples) * (self._rank + 1) // size]
-        return _step_batch(self._dataset, self._plan, number, first, samples, own)
+        return _step_batch(
+            self._dataset,
+            self._plan,
+            number,
+            first,
+            (samples, evaluation_numbers(samples)),
+            (own, evaluation_numbers(own)),
+        )
 
 
 def train_step_batches(
-    config: RunConfig,
-    prepared: PreparedData,
-    plan: BatchPlan,
-    data_parallel_rank: int,
-    start_sample: int,
-    max_steps: int,
+    config: RunConfig, prepared: Prepared, plan: BatchPlan, data_parallel_rank: int, start_sample: int, max_steps: int
 ) -> SizedStepBatches:
     """This process's step batches of the steps that remain.
 
@@ -180,32 +185,36 @@ def train_step_batches(
     Returns:
         A sized iterable. With ``data.num_workers`` above 0, loader processes work ahead; the order is the same.
     """
-    dataset = PackedDataset.open(prepared, "train")
+    dataset = prepared.open(config, "train")
     order = GlobalOrder(config.seed, len(dataset))
     remaining = max(0, max_steps - start_sample // plan.global_batch_size)
     step_batches = TrainStepBatches(dataset, order, plan, data_parallel_rank, start_sample, remaining)
     if config.data.num_workers == 0:
         return step_batches
-    return WindowsAhead(step_batches, config.data.num_workers)
+    return StepBatchesAhead(step_batches, config.data.num_workers)
 
 
 def evaluation_step_batches(
-    prepared: PreparedData, plan: BatchPlan, data_parallel_rank: int
+    config: RunConfig, prepared: Prepared, plan: BatchPlan, data_parallel_rank: int
 ) -> EvaluationStepBatches | list[StepBatch]:
     """This process's step batches of one evaluation; an empty list where nothing is held out."""
-    if prepared.validation is None:
+    samples = prepared.evaluated_samples()
+    if not len(samples):
         return []
-    dataset = PackedDataset.open(prepared, "validation")
-    return EvaluationStepBatches(dataset, prepared.evaluated_samples(), plan, data_parallel_rank)
+    dataset = prepared.open(config, "validation")
+    return EvaluationStepBatches(dataset, samples, plan, data_parallel_rank)
 
 
-def _step_batch(
-    dataset: PackedDataset, plan: BatchPlan, step: int, first: int, samples: NDArray[np.int64], own: NDArray[np.int64]
-) -> StepBatch:
-    """The step batch of ``samples`` (over all processes), of which ``own`` are this process's."""
+Chosen = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Samples: their places in the data set, and what they count as in the run."""
+
+
+def _step_batch(dataset: SampleSet, plan: BatchPlan, step: int, first: int, chosen: Chosen, own: Chosen) -> StepBatch:
+    """The step batch of the samples ``chosen`` over all processes, of which ``own`` are this process's."""
+    samples, numbers = chosen
     micro_batches: list[dict[str, torch.Tensor]] = []
-    if len(own):
-        whole = dataset.batch(own)
+    if len(own[0]):
+        whole = dataset.batch(*own)
         views = zip(*(tensor.split(plan.micro_batch_size) for tensor in whole.values()), strict=True)
         micro_batches = [dict(zip(whole, view, strict=True)) for view in views]
     return StepBatch(
@@ -213,7 +222,7 @@ def _step_batch(
         first_sample=first,
         num_samples=len(samples),
         micro_batches=micro_batches,
-        loss_denominator=int(dataset.valid_tokens[samples].sum()),
-        num_tokens=len(samples) * dataset.seq_len,
+        loss_denominator=dataset.valid_units(samples, numbers),
+        num_tokens=dataset.positions(samples),
         padding=dataset.padding(samples),
     )

@@ -86,7 +86,7 @@ def composed(
             return job(composition)
     if after_sweep is None:
         return _sweep(parsed, job, keep=False)
-    from mgpu_pipe.checks.preflight import joined
+    from mgpu_pipe.checks.start import joined
 
     if joined():
         raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")

@@ -17,8 +17,8 @@ from typing import TextIO
 
 from mgpu_pipe.child import bound
 from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
 from mgpu_pipe.strategies.build_extension import FOLDER

@@ -41,7 +41,7 @@ from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.local import LaunchResult
 
 OFFER, PREPARED = "offer", "prepared"
@@ -234,7 +234,7 @@ def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -
 
 def _prepare_on_every_node(
     world: World, config: RunConfig, paths: RunPaths, store: Store
-) -> tuple[PreparedData, dict[int, str]]:
+) -> tuple[Prepared, dict[int, str]]:
     """The data on this node, made ready once where the node does not share rank 0's cache; a collective call.
 
     Before there is a process group: its time-out must not count what a node needs for this. One process a node works,

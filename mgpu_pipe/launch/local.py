@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, one_line
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.extensions import prepare_extensions
@@ -33,7 +33,7 @@ from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
 
 WORKER = ("-m", "mgpu_pipe.launch.worker")
 LOOPBACK = Path("/sys/class/net/lo")
@@ -173,14 +173,14 @@ def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked)
     return LaunchResult("stopped", EXIT_STOPPED, root)
 
 
-def prepare_data(config: RunConfig) -> PreparedData:
-    from mgpu_pipe.data.text.prepare import prepare
+def prepare_data(config: RunConfig) -> Prepared:
+    from mgpu_pipe.data.prepare import prepare
 
     with showing_preparation(config.trainer.progress) as progress:
         return prepare(config, progress)
 
 
-def announce_resume(config: RunConfig, prepared: PreparedData, paths: RunPaths, step: Path | None) -> None:
+def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
     """Say from where the run goes on, and what differs; refuse what may not, and a run without a step."""
     run_length(config, prepared)
     if step is not None:

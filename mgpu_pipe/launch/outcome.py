@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.checkpoint.select import newest_valid
 from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, world_size
 from mgpu_pipe.errors import MgpuError
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planner.parameters import count_parameters
@@ -21,12 +21,12 @@ from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.supervisor import Outcome
 
 
 def print_before(
-    config: RunConfig, prepared: PreparedData, environment: Mapping[str, object], world: int | None = None
+    config: RunConfig, prepared: Prepared, environment: Mapping[str, object], world: int | None = None
 ) -> None:
     """The table before training: model, topology, batch arithmetic, data.
 

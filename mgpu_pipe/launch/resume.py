@@ -12,8 +12,8 @@ from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.mathematics import Kind, differences, unequal
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
 from mgpu_pipe.models.folder import read_config_json
@@ -21,7 +21,7 @@ from mgpu_pipe.runs.newest import STARTS_FROM, recorded
 from mgpu_pipe.training.length import run_length
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
 
 
 def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
@@ -52,7 +52,7 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     return resolve_source(source, checkpoint.on_corruption, checkpoint.verify).absolute()
 
 
-def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: bool = False) -> list[str]:
+def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = False) -> list[str]:
     """Compare this run with the one that saved ``step``.
 
     Args:
@@ -119,7 +119,7 @@ def check_resume(config: RunConfig, prepared: PreparedData, step: Path, own: boo
     return [f"resuming with {name}={now} (was {then})" for name, now, then in told]
 
 
-def check_init_from(config: RunConfig, prepared: PreparedData) -> list[str]:
+def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
     """Compare this run with what trained the weights of ``checkpoint.init_from``.
 
     Returns:

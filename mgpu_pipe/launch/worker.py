@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.config.schema import RunConfig
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.training.run import TrainResult
 
@@ -79,7 +79,7 @@ def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
 
 
 def train_in(
-    world: World, config: RunConfig, paths: RunPaths, prepared: PreparedData, store: Store, *, resume: Path | None
+    world: World, config: RunConfig, paths: RunPaths, prepared: Prepared, store: Store, *, resume: Path | None
 ) -> TrainResult:
     """Train inside ``world`` and, on rank 0, write the summary. Every rank makes this call.
 
@@ -91,7 +91,7 @@ def train_in(
     started = time.monotonic()
     import torch
 
-    from mgpu_pipe.config.validate import device_type
+    from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.launch.distributed import process_group
     from mgpu_pipe.runs.summary import write_summary
     from mgpu_pipe.training.run import train
@@ -129,24 +129,25 @@ def train_in(
     return result
 
 
-def prepared_here(config: RunConfig, paths: RunPaths) -> PreparedData:
+def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
     """What the launcher prepared; prepared again on a node that does not share its cache, which may take long.
 
     Raises:
         DataError: this node's files are not rank 0's.
     """
     from mgpu_pipe.data.cache import locked, writing_to_cache
-    from mgpu_pipe.data.text.prepare import PreparedData, prepare
+    from mgpu_pipe.data.prepare import prepare, read_prepared
 
-    prepared = PreparedData.from_dict(json.loads(paths.data.read_text(encoding="utf-8")))
-    if prepared.folder.exists():
+    prepared = read_prepared(json.loads(paths.data.read_text(encoding="utf-8")))
+    if prepared.is_here():
         return prepared
     print("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)
     cache = cache_folder(config.data.cache_dir)
     with writing_to_cache(cache), locked(cache / NODE_LOCK):  # one of the node's processes works, the others wait
         here = prepare(config)
     if here.digest != prepared.digest:
-        raise DataError(f"{here.folder}: the data on this node is not rank 0's; give all nodes the same files")
+        named = f"data.source={config.data.source}"
+        raise DataError(f"{named}: the data on this node is not rank 0's; give all nodes the same files")
     return here
 
 
@@ -165,10 +166,10 @@ def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> li
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
-def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path) -> list[Sample]:
+def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path | None) -> list[Sample]:
     """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
     prompts = config.objective.sample_prompts
-    if not prompts or result.status != "finished" or result.whole_model:
+    if not prompts or result.status != "finished" or result.whole_model or tokenizer_folder is None:
         return []
     from mgpu_pipe.inference.generation import generate_text
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision
+from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 FP32 = 4

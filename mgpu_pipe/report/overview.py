@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 
-from mgpu_pipe.checks.preflight import model_fields
+from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.planner.parameters import count_parameters
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.validate import resolve_precision
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.errors import concealed
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.run_view import RunView, differing, exponential, load_run, number
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.config.schema import RunConfig
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 LONGEST_SAMPLE = 600
@@ -32,7 +32,7 @@ LONGEST_SAMPLE = 600
 
 def before_table(
     config: RunConfig,
-    prepared: PreparedData | None,
+    prepared: Prepared | None,
     plan: BatchPlan,
     dims: ParallelDims,
     parameters: int | None,
@@ -163,17 +163,17 @@ def _batch_line(config: RunConfig, plan: BatchPlan) -> str:
     )
 
 
-def _data_line(config: RunConfig, prepared: PreparedData | None) -> str:
+def _data_line(config: RunConfig, prepared: Prepared | None) -> str:
     if prepared is None:
         return f"{config.data.source}, not prepared yet"
+    amounts = [f"{numbers.count(number)} {what}" for number, what in prepared.amounts()]
     return (
-        f"{config.data.source}, {numbers.count(prepared.num_documents)} documents, "
-        f"{numbers.count(prepared.num_tokens)} tokens; "
+        f"{', '.join([config.data.source, *amounts])}; "
         f"{prepared.train_samples:,} samples to train on, {prepared.validation_samples:,} held out"
     )
 
 
-def _training_line(config: RunConfig, prepared: PreparedData | None) -> str:
+def _training_line(config: RunConfig, prepared: Prepared | None) -> str:
     steps = config.trainer.max_steps
     if prepared is not None and steps is None and config.trainer.max_epochs is not None:
         steps = config.trainer.max_epochs * prepared.train_samples // config.data.global_batch_size

@@ -31,7 +31,7 @@ from mgpu_pipe.runs.newest import STARTS_FROM, begun, is_run_folder, recorded, r
 from mgpu_pipe.runs.summary import read_summary
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
 CLOCK_STEP_S = 0.001
@@ -206,11 +206,7 @@ def begin(
 
 
 def record_launch(
-    paths: RunPaths,
-    config: RunConfig,
-    overrides: Sequence[str],
-    environment: Mapping[str, object],
-    prepared: PreparedData,
+    paths: RunPaths, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, object], prepared: Prepared
 ) -> None:
     """Write what this launch runs, with, and on; the workers read it. The run's first moment is kept.
 
@@ -223,8 +219,9 @@ def record_launch(
     _record_environment(paths, config, {**environment, **kept})
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
     paths.tokenizer.mkdir(exist_ok=True)
-    for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was
-        shutil.copyfile(file, paths.tokenizer / file.name)
+    if prepared.tokenizer_folder is not None:
+        for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was
+            shutil.copyfile(file, paths.tokenizer / file.name)
     paths.logs.mkdir(exist_ok=True)
     paths.summary.unlink(missing_ok=True)
     # Checkpoints are worth nothing after a power failure that lost what they belong to.

@@ -18,6 +18,8 @@ from pathlib import Path
 from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, read_bytes
 from mgpu_pipe.errors import RunFolderError
 
+MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
+"""Metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``; ``val/`` where the step was evaluated."""
 METRIC_COLUMNS = (
     "step",
     "train/loss",

@@ -18,8 +18,8 @@ from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import take_numbers
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult

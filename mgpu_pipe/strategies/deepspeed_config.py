@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.strategies.deepspeed_keys import unknown_setting
 from mgpu_pipe.topology import BatchPlan

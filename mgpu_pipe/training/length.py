@@ -8,10 +8,10 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.samples import Prepared
 
 
-def run_length(config: RunConfig, prepared: PreparedData) -> int:
+def run_length(config: RunConfig, prepared: Prepared) -> int:
     """The run's last optimizer step: ``trainer.max_steps``, or the whole steps in ``trainer.max_epochs``.
 
     Raises:

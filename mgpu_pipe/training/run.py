@@ -17,10 +17,10 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.config.build import build
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
-from mgpu_pipe.data.text.prepare import PreparedData
+from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import training_flops_per_token
@@ -67,7 +67,7 @@ class TrainResult:
 def train(
     config: RunConfig,
     paths: RunPaths,
-    prepared: PreparedData,
+    prepared: Prepared,
     *,
     stop_requested: Callable[[], bool] = lambda: False,
     resume: Path | None = None,
@@ -155,7 +155,7 @@ def train(
         reader=source,
         resume_optimizer=not weights_only,
     )
-    held_out = evaluation_step_batches(prepared, plan, dims.data_parallel_rank(rank))
+    held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank))
     try:
         trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
         trainer.fit(
@@ -262,7 +262,7 @@ def _build_trainer(
 
 def _result(
     config: RunConfig,
-    prepared: PreparedData,
+    prepared: Prepared,
     dims: ParallelDims,
     plan: BatchPlan,
     model: PreTrainedModel,

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
 from mgpu_pipe.models.build import build_meta, materialise

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.local import worker_environment

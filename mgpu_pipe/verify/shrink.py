@@ -8,8 +8,8 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, StrategyConfig, SyntheticConfig
-from mgpu_pipe.config.validate import resolve_precision
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.argument_types import wanted_instead
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.validate import all_errors
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError
+
+
+def all_errors(config: RunConfig) -> list[BadInputError]:
+    return [*value_errors(config), *relation_errors(config)]
+
 
 STOPPING = ["callbacks=early_stopping", "trainer.val_every_n_steps=5", "trainer.accelerator=cpu"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.checks.slots import CALLBACK_BASE, LOGGER_BASE, OPTIMIZER_BASE
 from mgpu_pipe.config.build import build, check_target, resolve_target
-from mgpu_pipe.config.slots import CALLBACK_BASE, LOGGER_BASE, OPTIMIZER_BASE
 from mgpu_pipe.errors import ConfigErrors
 
 DANGEROUS = [

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgpu_pipe.checks.preflight import model_fields, preflight
+from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose, conf_dir
 from mgpu_pipe.config.listing import list_groups
 from mgpu_pipe.planner.parameters import count_parameters

@@ -192,7 +192,7 @@ def test_every_evaluation_takes_the_same_samples_and_deals_out_a_short_last_wind
     plan = BatchPlan(8, ranks, 1)
     assert prepared.validation is not None
     assert prepared.validation.samples > 13
-    shares = [evaluation_step_batches(prepared, plan, rank) for rank in range(ranks)]
+    shares = [evaluation_step_batches(config, prepared, plan, rank) for rank in range(ranks)]
     assert [len(share) for share in shares] == [2] * ranks
     step_batches = [[share[number] for share in shares] for number in range(2)]
     assert [[w.num_samples for w in step_batch] for step_batch in step_batches] == [[8] * ranks, [5] * ranks]
@@ -212,4 +212,4 @@ def test_no_held_out_data_is_no_evaluation(synthetic: tuple[RunConfig, PreparedD
     without = replace(run, data=replace(run.data, validation_fraction=0.0))
     prepared = prepare(without)
     assert (prepared.validation, prepared.validation_samples, prepared.unigram_perplexity) == (None, 0, None)
-    assert len(evaluation_step_batches(prepared, BatchPlan(8, 1, 1), 0)) == 0
+    assert len(evaluation_step_batches(config, prepared, BatchPlan(8, 1, 1), 0)) == 0

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from mgpu_pipe.config import validate
+from mgpu_pipe.config import resolve
 from mgpu_pipe.config.joined_world import existing_world, first_host, joined_processes, tasks_per_node
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, StrategyConfig, TrainerConfig
@@ -126,11 +126,11 @@ def test_sizes_of_a_joined_world_are_its_environments_not_the_visible_gpus(
     own = "MGPU_LIFELINE_FD" in environment
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(validate, "usable_gpus", lambda: 2 if own else 1)
+    monkeypatch.setattr(resolve, "usable_gpus", lambda: 2 if own else 1)
     trainer = TrainerConfig(accelerator="cuda", num_nodes=world // here)
     config = RunConfig(strategy=StrategyConfig(name="tp", tp="auto"), trainer=trainer)
     assert joined_processes() == (None if own else (world, here))
-    assert (validate.world_size(config), validate.devices_per_node(config)) == (world, here)
+    assert (resolve.world_size(config), resolve.devices_per_node(config)) == (world, here)
 
 
 def world_of(world_size: int, local_world_size: int) -> World:

@@ -23,7 +23,10 @@ def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Prepared:
-    num_documents, num_tokens, train_samples, validation_samples = 1702, 11_480_233, 42_112, 256
+    train_samples, validation_samples = 42_112, 256
+
+    def amounts(self) -> list[tuple[int, str]]:
+        return [(1702, "documents"), (11_480_233, "tokens")]
 
 
 def configured() -> RunConfig:

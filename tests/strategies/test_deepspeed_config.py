@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.validate import world_size
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.report.overview import overview
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config

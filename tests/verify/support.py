@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.validate import world_size
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink import shrink
 

@@ -57,7 +57,7 @@ def test_pieces_are_filled_from_and_compared_with_the_whole() -> None:
             assert torch.equal(result["full"][name], tensor)
         assert result["exact"] == {"w": 0.0, "w/step": 0.0}
         assert result["off"] == pytest.approx({"w": 0.5, "w/step": 2.0})  # the worst copy of the scalar
-        assert "pieces of the weights do not make up w: 1 boxes hold 8 of the 20 elements" in result["fault"]
+        assert "pieces of the weights do not make up w: 1 slices hold 8 of the 20 elements" in result["fault"]
 
 
 def test_a_gradient_that_no_rank_has_counts_as_zero() -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.packing import Packs, ranges
-from mgpu_pipe.data.text.prepare import PreparedData, Split, open_packs
+from mgpu_pipe.data.text.prepare import PreparedData, open_packs
 from mgpu_pipe.data.text.token_store import TokenStore
 
 # Rows are filled in blocks whose intermediate arrays stay in the processor's cache.
@@ -58,7 +59,14 @@ class PackedDataset:
         chosen = ranges(first, self.packs.offsets[indices + 1] - first)
         return len(indices) * self.seq_len - int(self.packs.pieces.length[chosen].sum())
 
-    def batch(self, indices: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        """Labels of the samples that count."""
+        return int(self.valid_tokens[indices].sum())
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self.seq_len
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64] | None = None) -> dict[str, torch.Tensor]:
         """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
         ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.step_batch.StepBatch` defines them.
 

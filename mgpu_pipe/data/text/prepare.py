@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from mgpu_pipe.config.hardware import cpu_cores
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.text import packing, unigram
 from mgpu_pipe.data.text.encode import encode_all, token_dtype
 from mgpu_pipe.data.text.sources import Source, open_source, validation_source_config
@@ -35,10 +35,6 @@ from mgpu_pipe.data.text.tokenizer import TokenizerInfo, encoder_spec, resolve_t
 from mgpu_pipe.errors import DataError
 
 _FORMAT = 1
-_EVALUATION_KEY = 0x5EED
-"""Keys the choice of evaluated samples; not the run's seed, so that evaluations of different runs are comparable."""
-
-Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,10 @@ class SplitFiles:
 
 
 @dataclass(frozen=True)
-class PreparedData:
-    """All that a worker needs to load batches; made once by :func:`prepare` and handed on as JSON."""
+class PreparedData(Prepared):
+    """All that a worker needs to load batches of packed text; made by :func:`prepare`."""
+
+    kind: ClassVar[str] = "packed_text"
 
     folder: Path
     """The training documents' token store."""
@@ -93,11 +91,11 @@ class PreparedData:
     def as_dict(self) -> dict[str, Any]:
         """A form that JSON holds; :meth:`from_dict` reads it."""
         plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return {"kind": self.kind, **plain}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> PreparedData:
-        fields = dict(value)
+        fields = {name: entry for name, entry in value.items() if name != "kind"}
         for name in ("folder", "tokenizer_folder"):
             fields[name] = Path(fields[name])
         for name in ("train", "validation"):
@@ -107,18 +105,18 @@ class PreparedData:
         return cls(**fields)
 
     def evaluated_samples(self) -> NDArray[np.int64]:
-        """The held-out samples that every evaluation takes, in its order; shape ``(validation_samples,)``.
+        return evaluated_samples(self.validation.samples if self.validation else 0, self.validation_samples)
 
-        A keyed choice, the same at every evaluation of every run on this data.
-        """
-        if self.validation is None:
-            return np.zeros(0, np.int64)
-        return evaluated_samples(self.validation.samples, self.validation_samples)
+    def open(self, config: RunConfig, split: Split) -> SampleSet:
+        from mgpu_pipe.data.text.packed_dataset import PackedDataset
 
+        return PackedDataset.open(self, split)
 
-def evaluated_samples(available: int, number: int) -> NDArray[np.int64]:
-    """The keyed choice of ``number`` of the ``available`` held-out samples, in ascending order."""
-    return np.sort(GlobalOrder(_EVALUATION_KEY, available).indices(0, number))
+    def is_here(self) -> bool:
+        return self.folder.exists()
+
+    def amounts(self) -> list[tuple[int, str]]:
+        return [(self.num_documents, "documents"), (self.num_tokens, "tokens")]
 
 
 def prepare(config: RunConfig, progress: Progress | None = None) -> PreparedData:

@@ -62,12 +62,12 @@ def stop_tokens(folder: Path) -> tuple[str, ...]:
     return tuple(entry["content"] for entry in added if entry.get("special"))
 
 
-def token_differences(one: Path, other: Path) -> list[str]:
+def token_differences(one: Path, other: Path | None) -> list[str]:
     """Ids that stand for different tokens in two tokenizer folders; none where either keeps no tokenizer.json.
 
     A tokenizer that only adds tokens to another gives no difference.
     """
-    if not all((folder / TOKENIZER).is_file() for folder in (one, other)):
+    if other is None or not all((folder / TOKENIZER).is_file() for folder in (one, other)):
         return []
     a, b = _tokens(one), _tokens(other)
     return [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mgpu_pipe.checks.callback_needs import callback_errors
+from mgpu_pipe.checks.logger_needs import logger_errors
 from mgpu_pipe.config.build import TARGET, check_target
-from mgpu_pipe.config.callback_needs import callback_errors
-from mgpu_pipe.config.logger_needs import logger_errors
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherits, signature

@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_pipe.checks.preflight import preflight, preflight_errors
 from mgpu_pipe.checks.unused_keys import unused_options
-from mgpu_pipe.config import hardware, validate
+from mgpu_pipe.config import hardware, resolve
 from mgpu_pipe.config.compose import compose, compose_checked
 from mgpu_pipe.errors import ConfigErrors
 
@@ -31,7 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     def have(count: int, torch_built_for_cuda: bool = True) -> None:
         monkeypatch.setattr(hardware, "_driver_gpus", lambda: count)
         monkeypatch.setattr(hardware, "torch_has_cuda", lambda: torch_built_for_cuda)
-        monkeypatch.setattr(validate, "gpu_capability", lambda: (9, 0) if count else None)
+        monkeypatch.setattr(resolve, "gpu_capability", lambda: (9, 0) if count else None)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return have
@@ -155,14 +155,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
 def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
     gpus(4)
     config, _ = compose(["strategy=ddp"])
-    assert (validate.device_type(config), validate.world_size(config)) == ("cuda", 4)
-    assert validate.world_size(compose(["strategy=single"])[0]) == 1
-    assert validate.world_size(compose([CPU, "strategy=ddp"])[0]) == 1
-    assert validate.world_size(compose(["strategy=ddp", "trainer.num_nodes=2"])[0]) == 8
+    assert (resolve.device_type(config), resolve.world_size(config)) == ("cuda", 4)
+    assert resolve.world_size(compose(["strategy=single"])[0]) == 1
+    assert resolve.world_size(compose([CPU, "strategy=ddp"])[0]) == 1
+    assert resolve.world_size(compose(["strategy=ddp", "trainer.num_nodes=2"])[0]) == 8
     assert compose(["experiment=quickstart"])[0].trainer.devices == 4
     assert compose(["experiment=quickstart", CPU])[0].trainer.devices == 2
     gpus(4, torch_built_for_cuda=False)
-    assert validate.device_type(config) == "cpu"
+    assert resolve.device_type(config) == "cpu"
     assert [notice.key for notice in preflight(config)] == ["trainer.accelerator"]
 
 
@@ -205,13 +205,13 @@ def test_precision_auto_is_the_default_and_bf16_on_gpus_that_have_it_alone(
 ):
     for units in (True, False):
         bf16_units(units)
-        assert validate.resolve_precision(compose([CPU])[0]) == "fp32"
-        assert validate.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
+        assert resolve.resolve_precision(compose([CPU])[0]) == "fp32"
+        assert resolve.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
     gpus(1)
     for capability, name in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
-        monkeypatch.setattr(validate, "gpu_capability", lambda capability=capability: capability)
-        assert validate.resolve_precision(compose([])[0]) == name
-        assert validate.resolve_precision(compose(["precision=fp32"])[0]) == "fp32"
+        monkeypatch.setattr(resolve, "gpu_capability", lambda capability=capability: capability)
+        assert resolve.resolve_precision(compose([])[0]) == name
+        assert resolve.resolve_precision(compose(["precision=fp32"])[0]) == "fp32"
 
 
 def test_the_quickstart_asks_for_bf16_where_a_cpu_has_units_for_it(gpus, bf16_units):
@@ -234,7 +234,7 @@ def test_a_cpu_that_emulates_bf16_is_told(bf16_units):
 def test_accelerator_gpu_means_cuda(gpus):
     gpus(2)
     config, _ = compose(["trainer.accelerator=gpu", "strategy=ddp"])
-    assert (validate.device_type(config), validate.world_size(config)) == ("cuda", 2)
+    assert (resolve.device_type(config), resolve.world_size(config)) == ("cuda", 2)
     preflight(config)
     gpus(0)
     with pytest.raises(ConfigErrors, match=r"trainer\.accelerator=gpu: torch can use no GPU here"):
@@ -249,11 +249,11 @@ def test_tf32_is_used_where_it_has_an_effect_and_told_where_it_has_none(
     gpus, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, used: bool
 ):
     gpus(1)
-    monkeypatch.setattr(validate, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(resolve, "gpu_capability", lambda: capability)
     config, _ = compose(["precision.tf32=true", f"precision={precision}"])
-    assert validate.uses_tf32(config) is used
+    assert resolve.uses_tf32(config) is used
     assert [key for key, _ in unused_options(config)] == ([] if used else ["precision.tf32"])
-    assert not validate.uses_tf32(compose([f"precision={precision}"])[0])
+    assert not resolve.uses_tf32(compose([f"precision={precision}"])[0])
     (notice,) = preflight(compose([CPU, "precision.tf32=true"])[0])
     assert notice.text.startswith("does nothing here: TF32 is a mode of CUDA GPUs")
 

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config import logger_needs
+from mgpu_pipe.checks import logger_needs
+from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.validate import all_errors
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError
+
+
+def all_errors(config: RunConfig) -> list[BadInputError]:
+    return [*value_errors(config), *relation_errors(config)]
 
 
 @pytest.fixture

@@ -1,8 +1,4 @@
-"""Checks of a typed configuration that need nothing but itself, the file system and this machine. No torch.
-
-What the topology, the data and the model decide is checked above, in :mod:`mgpu_pipe.checks.preflight`, which
-calls this.
-"""
+"""Checks of a typed configuration that need nothing but itself, the file system and this machine."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal
 
+from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
-from mgpu_pipe.config.hardware import gpu_capability, usable_gpus
-from mgpu_pipe.config.joined_world import joined_processes
+from mgpu_pipe.config.hardware import usable_gpus
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.runs.metrics_file import MEASURED
 
 AT_LEAST_ONE = (
     "data.seq_len",
@@ -67,25 +63,7 @@ ABOVE_ZERO = (
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
 FREE_TEXTS = ("objective.sample_prompts",)
 """Keys whose texts may be empty."""
-MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
-"""Metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``; ``val/`` where the step was evaluated."""
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
-
-
-def validate(config: RunConfig) -> None:
-    """Refuse what is known to be wrong without torch, the data or the model.
-
-    Raises:
-        ConfigErrors: everything that is wrong.
-    """
-    errors = all_errors(config)
-    if errors:
-        raise ConfigErrors(errors)
-
-
-def all_errors(config: RunConfig) -> list[BadInputError]:
-    """What :func:`validate` refuses: each key by itself, and keys that contradict one another."""
-    return [*value_errors(config), *relation_errors(config)]
 
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
@@ -116,56 +94,6 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         *early_stopping_errors(config),
         *_start_errors(config),
     ]
-
-
-def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
-    """Where training runs: the accelerator asked for, else CUDA where torch can use a GPU."""
-    if config.trainer.accelerator == "auto":
-        return "cuda" if usable_gpus() else "cpu"
-    return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
-
-
-def devices_per_node(config: RunConfig) -> int:
-    """Processes a node; ``auto`` is 1 under ``strategy=single``, else as many as torchrun or srun started here; in a
-    world of our own 1 on CPU, all GPUs on CUDA."""
-    if config.trainer.devices != "auto":
-        return config.trainer.devices
-    if config.strategy.name == "single":
-        return 1
-    joined = joined_processes()
-    if joined is not None:
-        return joined[1]
-    if device_type(config) == "cpu":
-        return 1
-    return max(1, usable_gpus())
-
-
-def world_size(config: RunConfig) -> int:
-    """Processes of the run over all nodes."""
-    return devices_per_node(config) * config.trainer.num_nodes
-
-
-AMPERE = (8, 0)
-"""The compute capability of the first GPUs with bf16 and TF32 units."""
-Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
-
-
-def resolve_precision(config: RunConfig) -> Precision:
-    """The precision that ``auto`` means here: bf16 on GPUs that have it, else fp32."""
-    if config.precision.name != "auto":
-        return config.precision.name
-    return "bf16" if device_type(config) == "cuda" and _is_ampere() else "fp32"
-
-
-def uses_tf32(config: RunConfig) -> bool:
-    """Whether fp32 products round their inputs to TF32: asked for, on a GPU that has it, in a run that computes in
-    fp32."""
-    fits = device_type(config) == "cuda" and _is_ampere() and resolve_precision(config) == "fp32"
-    return config.precision.tf32 and fits
-
-
-def _is_ampere() -> bool:
-    return (gpu_capability() or AMPERE) >= AMPERE
 
 
 def _get(config: RunConfig, key: str) -> object:

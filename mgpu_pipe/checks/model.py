@@ -1,0 +1,88 @@
+"""The model: its configuration, its folder, and what its family can do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError
+
+
+def model_fields(config: RunConfig) -> dict[str, Any]:
+    """The model's configuration fields as far as they are known without torch; empty where there is no model."""
+    from mgpu_pipe.models.fields import resolved_fields
+
+    if (config.model.type is None) == (config.model.path is None):
+        return {}
+    try:
+        return resolved_fields(config.model)
+    except BadInputError:  # said by the check of the model itself
+        return {}
+
+
+def check_model(config: RunConfig) -> None:
+    from mgpu_pipe.models.fields import check_model_config
+    from mgpu_pipe.models.folder import check_model_folder
+
+    model = config.model
+    if (model.type is None) == (model.path is None):
+        return  # said by relation_errors
+    if model.path is not None:
+        if not model.path.strip() or not Path(model.path).expanduser().exists():
+            return  # said by value_errors
+        check_model_folder(model.path, *_tokenizer_ids(config))
+    check_model_config(model)
+
+
+def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
+    """Of the tokenizer of a fine-tuning run: its ids (largest + 1), None where there is no tokenizer.json; and the
+    vocabulary of the model that it was trained for, where it says so."""
+    from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file
+
+    chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
+    path = Path(str(chosen)).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return None, None
+    try:
+        content = parse_json(read_bytes(file, MAX_JSON_BYTES), file)
+        vocabulary = content["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        ids += [token["id"] for token in content.get("added_tokens") or []]
+        settings = file.with_name(CONFIG)
+        made_for = json_file(settings).get(MODEL_VOCABULARY) if settings.is_file() else None
+        return int(max(ids)) + 1, made_for if isinstance(made_for, int) else None
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "data.tokenizer", file, "give a whole tokenizer.json", f"cannot be read ({type(error).__name__})"
+        ) from error
+
+
+def check_attention(config: RunConfig) -> None:
+    from mgpu_pipe.checks.causality import check_causality
+    from mgpu_pipe.models.attention import check_packing
+
+    fields = model_fields(config)
+    if fields.get("model_type") is not None:
+        check_causality(fields)
+        check_packing(fields, config.data.packing, config.model.attn_implementation)
+
+
+def check_freezing(config: RunConfig) -> None:
+    """Each pattern matches a parameter: their names are those of the model on the meta device, without weights."""
+    if config.model.freeze:
+        from mgpu_pipe.models.build import build_meta
+
+        build_meta(config.model)
+
+
+def sequence_errors(config: RunConfig) -> list[BadInputError]:
+    limit = model_fields(config).get("max_position_embeddings")
+    if isinstance(limit, int) and config.data.seq_len > limit:
+        own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
+        fix = f"use at most {limit}, or raise model.config.{own}"
+        reason = f"model {config.model.name} has {limit} positions"
+        return [ConfigError("data.seq_len", config.data.seq_len, fix, reason)]
+    return []

@@ -1,0 +1,72 @@
+"""What the sizes of strategy, world and batch ask of one another and of the model."""
+
+from __future__ import annotations
+
+from mgpu_pipe.checks.model import model_fields, sequence_errors
+from mgpu_pipe.checks.offload import offload_errors
+from mgpu_pipe.checks.optimizer import optimizer_errors
+from mgpu_pipe.checks.values import value_errors
+from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
+from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError, section_of
+from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+ENGINES = "no such engine"
+
+
+def size_errors(config: RunConfig) -> list[BadInputError]:
+    """Strategy, world, batch and sequence."""
+    errors: list[BadInputError] = _strategy_errors(config)
+    if not errors:
+        try:
+            dims = ParallelDims.resolve(config.strategy, world_size(config))
+            plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+            errors += _router_errors(config)
+            if not any(section_of(error) == "optimizer" for error in value_errors(config)):
+                errors += optimizer_errors(config, dims)
+            if config.strategy.engine == "mesh":
+                errors += _model_axis_errors(config, dims, plan)
+        except ConfigError as error:
+            errors.append(error)
+    return [*errors, *sequence_errors(config)]
+
+
+def _strategy_errors(config: RunConfig) -> list[BadInputError]:
+    strategy, world = config.strategy, world_size(config)
+    errors: list[BadInputError] = []
+    if strategy.engine == ENGINE:
+        return [*deepspeed_errors(config), *offload_errors(config)]
+    engines = ("mesh", ENGINE, *registered(STRATEGY_GROUP)) if strategy.engine != "mesh" else ("mesh",)
+    if strategy.engine not in engines:
+        errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", ENGINES))
+    if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
+        key, value = ("trainer.num_nodes", config.trainer.num_nodes)
+        if config.trainer.devices != 1 and config.trainer.devices != "auto":
+            key, value = "trainer.devices", config.trainer.devices
+        errors.append(ConfigError(key, value, "use 1, or strategy=ddp", "strategy=single is one process"))
+    return errors
+
+
+def _router_errors(config: RunConfig) -> list[BadInputError]:
+    from mgpu_pipe.models.experts import router_loss_errors
+
+    model_type = model_fields(config).get("model_type")
+    if not model_type or not config.objective.router_aux_loss:
+        return []
+    return list(router_loss_errors(str(model_type), config.objective.router_aux_loss))
+
+
+def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:
+    fields = model_fields(config)
+    if not fields or not (dims.uses_model_axes or _uses_axis_options(config)):
+        return []
+    from mgpu_pipe.checks.model_axes import model_axis_errors
+
+    return model_axis_errors(config, dims, plan, fields)
+
+
+def _uses_axis_options(config: RunConfig) -> bool:
+    strategy = config.strategy
+    return bool(strategy.sequence_parallel or strategy.pipeline.layers)

@@ -1,0 +1,58 @@
+"""What ``auto`` means on this machine and in this world. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mgpu_pipe.config.hardware import gpu_capability, usable_gpus
+from mgpu_pipe.config.joined_world import joined_processes
+from mgpu_pipe.config.schema import RunConfig
+
+AMPERE = (8, 0)
+"""The compute capability of the first GPUs with bf16 and TF32 units."""
+Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
+
+
+def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
+    """Where training runs: the accelerator asked for, else CUDA where torch can use a GPU."""
+    if config.trainer.accelerator == "auto":
+        return "cuda" if usable_gpus() else "cpu"
+    return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
+
+
+def devices_per_node(config: RunConfig) -> int:
+    """Processes a node; ``auto`` is 1 under ``strategy=single``, else as many as torchrun or srun started here; in a
+    world of our own 1 on CPU, all GPUs on CUDA."""
+    if config.trainer.devices != "auto":
+        return config.trainer.devices
+    if config.strategy.name == "single":
+        return 1
+    joined = joined_processes()
+    if joined is not None:
+        return joined[1]
+    if device_type(config) == "cpu":
+        return 1
+    return max(1, usable_gpus())
+
+
+def world_size(config: RunConfig) -> int:
+    """Processes of the run over all nodes."""
+    return devices_per_node(config) * config.trainer.num_nodes
+
+
+def resolve_precision(config: RunConfig) -> Precision:
+    """The precision that ``auto`` means here: bf16 on GPUs that have it, else fp32."""
+    if config.precision.name != "auto":
+        return config.precision.name
+    return "bf16" if device_type(config) == "cuda" and _is_ampere() else "fp32"
+
+
+def uses_tf32(config: RunConfig) -> bool:
+    """Whether fp32 products round their inputs to TF32: asked for, on a GPU that has it, in a run that computes in
+    fp32."""
+    fits = device_type(config) == "cuda" and _is_ampere() and resolve_precision(config) == "fp32"
+    return config.precision.tf32 and fits
+
+
+def _is_ampere() -> bool:
+    return (gpu_capability() or AMPERE) >= AMPERE

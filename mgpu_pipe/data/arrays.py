@@ -1,0 +1,152 @@
+"""Data sets of dictionaries of arrays, which installed packages bring: images, features, ready-made token samples.
+
+A package registers a subclass of :class:`ArrayData` in the entry point group ``mgpu_pipe.data``, and ``data.source``
+names it. No torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.plugins import DATA_GROUP, DATA_SOURCES, load, registered
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError
+
+
+class ArrayData(ABC):
+    """One split of a data set. Built in every process that reads it; the same arguments give the same samples.
+
+    Args:
+        config: the run's; the set decides what it holds out, by ``config.data.validation_fraction`` or otherwise.
+        split: ``train``, or ``validation``, which may be empty.
+    """
+
+    def __init__(self, config: RunConfig, split: Split) -> None:
+        self.config, self.split = config, split
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Identity of the split's content: equal digests mean equal samples in equal order."""
+
+    @property
+    @abstractmethod
+    def valid_units(self) -> NDArray[np.int64]:
+        """What each sample adds to the loss denominator; shape ``(samples,)``, which also says how many there are."""
+
+    @abstractmethod
+    def sample(self, index: int, random: np.random.Generator) -> Mapping[str, NDArray[Any]]:
+        """The arrays of one sample, by the names that the objective expects; equal shapes in all samples.
+
+        Args:
+            random: for crops, noise and the like: keyed by the seed and the sample's number in the run, so that nothing
+                depends on the number of processes.
+        """
+
+    def positions(self, index: int) -> int:
+        """Positions that the model computes for a sample, for the throughput; 0: nobody counts them."""
+        return 0
+
+
+@dataclass(frozen=True)
+class PreparedArrays(Prepared):
+    """A data set of arrays: nothing is written, every process opens it."""
+
+    kind: ClassVar[str] = "arrays"
+    source: str
+    digest: str
+    validation_digest: str
+    train_samples: int
+    held_out_samples: int
+    """Of which an evaluation takes ``validation_samples``."""
+    validation_samples: int
+    tokenizer_folder: Path | None = None
+    unigram_perplexity: float | None = None
+
+    def open(self, config: RunConfig, split: Split) -> SampleSet:
+        from mgpu_pipe.data.array_samples import ArraySamples
+
+        samples = ArraySamples(config, split)
+        expected = self.digest if split == "train" else self.validation_digest
+        if samples.data.digest != expected:
+            raise DataError(f"data.source={self.source}: holds other samples than when the run began")
+        return samples
+
+    def evaluated_samples(self) -> NDArray[np.int64]:
+        return evaluated_samples(self.held_out_samples, self.validation_samples)
+
+    def is_here(self) -> bool:
+        return True
+
+    def amounts(self) -> list[tuple[int, str]]:
+        return []
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        return cls(**{name: entry for name, entry in value.items() if name != "kind"})
+
+
+def array_class(source: str) -> type[ArrayData] | None:
+    """The class that a package registers under ``source``; None where it is a source of another kind."""
+    if source in DATA_SOURCES or source not in registered(DATA_GROUP):
+        return None
+    named = load("data.source", source, DATA_GROUP)
+    return named if isinstance(named, type) and issubclass(named, ArrayData) else None
+
+
+def open_arrays(config: RunConfig, split: Split) -> ArrayData:
+    """One split, its valid units checked.
+
+    Raises:
+        DataError: the class fails, or its valid units are not one whole number a sample.
+    """
+    source = config.data.source
+    kind = array_class(source)
+    if kind is None:
+        raise DataError(f"data.source={source}: is no data set of arrays")
+    try:
+        data = kind(config, split)
+        units = data.valid_units
+    except BadInputError:
+        raise
+    except Exception as error:  # a stranger's class may raise anything
+        raise DataError(f"data.source={source}: cannot be opened ({type(error).__name__}: {error})") from error
+    if not isinstance(units, np.ndarray) or units.ndim != 1 or units.dtype.kind not in "iu" or (units < 0).any():
+        raise DataError(f"data.source={source}: valid_units must be whole numbers, one for each sample")
+    return data
+
+
+def prepare_arrays(config: RunConfig) -> PreparedArrays:
+    """What is known of the data set that ``data.source`` names.
+
+    Raises:
+        ConfigError: prompts are to be continued, which takes a tokenizer.
+        DataError: it cannot be opened, or there is nothing to train on.
+    """
+    data, prompts = config.data, config.objective.sample_prompts
+    if prompts:
+        raise ConfigError("objective.sample_prompts", prompts, "use []", f"data.source={data.source} has no tokenizer")
+    train, held_out = open_arrays(config, "train"), open_arrays(config, "validation")
+    if not len(train.valid_units) or not train.valid_units.sum():
+        raise DataError(f"data.source={data.source}: there is nothing to train on: no sample counts in the loss")
+    available = len(held_out.valid_units)
+    return PreparedArrays(
+        source=data.source,
+        digest=train.digest,
+        validation_digest=held_out.digest if available else "",
+        train_samples=len(train.valid_units),
+        held_out_samples=available,
+        validation_samples=min(available, data.validation_max_samples or available),
+    )

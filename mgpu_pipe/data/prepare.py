@@ -1,0 +1,30 @@
+"""Makes the data of a run ready, whatever kind it is. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import arrays
+from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.text import prepare as text
+
+KINDS: dict[str, type[Prepared]] = {kind.kind: kind for kind in (text.PreparedData, arrays.PreparedArrays)}
+
+
+def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
+    """Make the data of ``config`` ready, or find it ready; see :func:`mgpu_pipe.data.text.prepare.prepare`.
+
+    Raises:
+        BadInputError: the data cannot be used as it is.
+    """
+    if arrays.array_class(config.data.source) is not None:
+        return arrays.prepare_arrays(config)
+    return text.prepare(config, progress)
+
+
+def read_prepared(value: Mapping[str, Any]) -> Prepared:
+    """What :meth:`Prepared.as_dict` gave, read from JSON; without a kind, as earlier versions wrote it, it is text."""
+    return KINDS[value.get("kind", text.PreparedData.kind)].from_dict(value)
