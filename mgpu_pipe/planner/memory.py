@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 FP32 = 4
