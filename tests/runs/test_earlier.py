@@ -1,4 +1,5 @@
-"""A run's folder that an earlier version made (0.1.0, before the frame of issue 11): it goes on, is evaluated, exported.
+"""A run's folder that an earlier version made (0.1.0, before the frame of issue 11): it goes on, is evaluated,
+exported.
 
 ``earlier/run`` holds six steps of a two-rank DDP run on synthetic data, saved at step 6. What that version itself got
 when it went on to step 9, and from ``eval``, stands below.
