@@ -22,6 +22,7 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger
 
 from benchmarks.support import finish
+from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, TrainerConfig
 from mgpu_pipe.data.step_batch import StepBatch
@@ -30,7 +31,6 @@ from mgpu_pipe.runs.metrics_file import MetricsWriter
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder
 

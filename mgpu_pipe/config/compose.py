@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.compat.hydra_private import caching_repository, new_hydra, new_search_path
 from mgpu_pipe.config import hydra_node, resolvers
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import plain_values
@@ -17,7 +18,6 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 if TYPE_CHECKING:
-    from hydra._internal.hydra import Hydra
     from omegaconf import DictConfig
 
 CONFIG_NAME = "config"
@@ -127,7 +127,7 @@ def preprocess(arguments: Sequence[str]) -> list[str]:
 
 
 def preprocess_checked(
-    hydra: Hydra, arguments: list[str], config_name: str = CONFIG_NAME, multirun: bool = False
+    hydra: Any, arguments: list[str], config_name: str = CONFIG_NAME, multirun: bool = False
 ) -> tuple[list[str], list[BadInputError]]:
     """Like :func:`preprocess` within a session, with errors returned."""
     from hydra.core.object_type import ObjectType
@@ -139,7 +139,7 @@ def preprocess_checked(
     loader: Any = hydra.config_loader
     with composition_errors():  # once, for the loader's public look-up reads the primary configuration every time
         hydra_node.check_search_path(loader, config_name)
-        _, repository = loader._parse_overrides_and_create_caching_repo(config_name, search_path)
+        repository = caching_repository(loader, config_name, search_path)
 
     def lookup(group: str) -> tuple[list[str], list[str]]:
         with composition_errors():
@@ -151,7 +151,7 @@ def preprocess_checked(
 
 
 @contextmanager
-def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> Iterator[Hydra]:
+def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> Iterator[Any]:
     """Hydra, set up with the shipped tree, the schema's defaults and the project's resolvers.
 
     Args:
@@ -162,15 +162,13 @@ def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> It
         BadInputError: a folder that does not exist, or a search-path plug-in's complaint.
     """
     from hydra import version
-    from hydra._internal.hydra import Hydra
-    from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
     from hydra.core.global_hydra import GlobalHydra
 
     version.setbase(HYDRA_VERSION)
     register()
     with composition_errors():
-        search_path = create_config_search_path(str(conf or conf_dir()))
+        search_path = new_search_path(str(conf or conf_dir()))
         if config_dir is not None:
             folder = Path(config_dir).resolve()
             if not folder.is_dir():
@@ -178,7 +176,7 @@ def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> It
             search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
     GlobalHydra.instance().clear()
     with composition_errors():
-        hydra = Hydra.create_main_hydra2(JOB_NAME, search_path)
+        hydra = new_hydra(JOB_NAME, search_path)
     try:
         yield hydra
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
+from mgpu_pipe.compat.hydra_private import arguments_parser, run_hydra
 from mgpu_pipe.config import compose, hydra_node
 from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.convert import all_keys, unknown_key
@@ -30,9 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         BadInputError: an unknown flag.
     """
-    from hydra._internal.utils import get_args_parser
-
-    parser = get_args_parser()
+    parser = arguments_parser()
 
     def refuse(message: str) -> NoReturn:
         raise BadInputError(f"{message}; {_as_override(message) or 'see mgpu-pipe --help'}")
@@ -56,7 +55,6 @@ def answer(parsed: argparse.Namespace) -> None:
     import logging
 
     from hydra import version
-    from hydra._internal.utils import _run_hydra, get_args_parser
 
     version.setbase(compose.HYDRA_VERSION)
     compose.register()
@@ -68,9 +66,9 @@ def answer(parsed: argparse.Namespace) -> None:
         if errors:
             raise ConfigErrors(errors)
     with compose.composition_errors(), _hydra_raises():
-        _run_hydra(
+        run_hydra(
             args=parsed,
-            args_parser=get_args_parser(),
+            args_parser=arguments_parser(),
             task_function=_no_job,
             config_path=str(_conf(parsed) or compose.conf_dir()),
             config_name=compose.CONFIG_NAME,

@@ -18,6 +18,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from mgpu_pipe.compat.hydra_private import file_name, file_source_class, loader_class
 from mgpu_pipe.config import source_class
 from mgpu_pipe.config.build import TARGET, check_class
 from mgpu_pipe.config.dotted import leaves
@@ -77,9 +78,8 @@ def _was_typed(key: str) -> bool:
 
 def install_guard() -> None:
     """Have every composition of this process checked; may be called again."""
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-
-    original: Any = ConfigLoaderImpl.load_configuration
+    loaders: Any = loader_class()
+    original: Any = loaders.load_configuration
     if getattr(original, "checks_hydra_node", False):
         return
 
@@ -98,15 +98,14 @@ def install_guard() -> None:
 
     _check_files()
     load_configuration.checks_hydra_node = True  # type: ignore[attr-defined]
-    setattr(ConfigLoaderImpl, "load_configuration", load_configuration)  # noqa: B010
+    loaders.load_configuration = load_configuration
 
 
 def _check_files() -> None:
     """Have every configuration file looked through before Hydra reads it."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-
-    original: Any = FileConfigSource.load_config
-    is_group: Any = FileConfigSource.is_group
+    sources: Any = file_source_class()
+    original: Any = sources.load_config
+    is_group: Any = sources.is_group
 
     def leads_out(source: Any, name: str) -> bool:
         root = Path(os.path.realpath(source.path))
@@ -117,8 +116,8 @@ def _check_files() -> None:
 
     @functools.wraps(original)
     def load_config(source: Any, config_path: str) -> Any:
-        path = Path(source.path, source._normalize_file_name(config_path))
-        if leads_out(source, source._normalize_file_name(config_path)):
+        path = Path(source.path, file_name(source, config_path))
+        if leads_out(source, file_name(source, config_path)):
             raise BadInputError(f"{path}: leads out of {source.path}; put a copy of that file there")
         try:
             check_yaml(read_bytes(path, MAX_CONFIG_BYTES, Path(source.path)).decode("utf-8"), aliases=True)
@@ -126,8 +125,7 @@ def _check_files() -> None:
             raise BadInputError(f"{path}: not a readable configuration ({' '.join(str(error).split())})") from error
         return original(source, config_path)
 
-    setattr(FileConfigSource, "load_config", load_config)  # noqa: B010
-    setattr(FileConfigSource, "is_group", is_own_group)  # noqa: B010
+    sources.load_config, sources.is_group = load_config, is_own_group
 
 
 def check_search_path(loader: Any, config_name: str | None) -> None:

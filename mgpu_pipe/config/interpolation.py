@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from mgpu_pipe.compat.hydra_private import raw_value
 from mgpu_pipe.errors import ConfigError, hide
 
 MISSING = "???"
@@ -68,7 +69,7 @@ def _plain(node: DictConfig | ListConfig, path: str, errors: list[ConfigError]) 
         try:
             value = node[key]
         except OmegaConfBaseException as error:
-            raw = node._get_node(key)._value()  # type: ignore[union-attr]
+            raw = raw_value(node, key)
             reason = str(error).strip().splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
             errors.append(ConfigError(where, raw, "correct the interpolation or set what it names", reason.strip('"')))
             continue

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-import threading
 from contextlib import suppress
 from typing import NoReturn
+
+from mgpu_pipe.compat.python_private import run_exit_hooks
 
 
 def exit_now(code: int) -> NoReturn:
@@ -16,8 +16,7 @@ def exit_now(code: int) -> NoReturn:
     The interpreter's own end destroys process groups while threads of theirs may still run; now and then that aborts
     a process whose work is done ("terminate called without an active exception"), and a finished run looks crashed.
     """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    run_exit_hooks()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # the reader may have left
             stream.flush()

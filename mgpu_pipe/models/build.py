@@ -11,6 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.fields import check_model_config
@@ -191,7 +192,7 @@ def load_pretrained(
         use_safetensors=True,
         trust_remote_code=False,
         dtype=torch.float32,
-        attn_implementation=meta.config._attn_implementation,
+        attn_implementation=attention_of(meta.config),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )

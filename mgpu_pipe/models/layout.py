@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from mgpu_pipe.compat.torch_private import local_slice
 
 LAYOUTS = "mgpu_layouts"
 """The attribute of a model's root module that holds its layouts by local parameter name."""
@@ -96,8 +97,7 @@ def fragments(tensor: torch.Tensor, layout: Layout | None) -> Iterator[Fragment]
     """What this rank holds of ``tensor`` (a plain one, or a ``DTensor`` of the local parameter), block by block."""
     shape, offsets = tuple(tensor.shape), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
-        held = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        shape, offsets = tuple(held[0]), tuple(held[1])
+        shape, offsets = local_slice(tensor)
     if 0 in shape:
         return
     if layout is None or not layout.whole:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+
+from mgpu_pipe.compat.torch_private import TorchDispatchMode, schema_of, storage_key, tree_map
 
 
 class NotRecordedError(Exception):
@@ -110,9 +110,9 @@ class Recorder(TorchDispatchMode):
     def ref(self, tensor: torch.Tensor) -> TensorRef:
         """The window of ``tensor``. Storages are kept alive, so that an address never means two of them."""
         storage = tensor.untyped_storage()
-        key = self._ids.get(storage._cdata)
+        key = self._ids.get(storage_key(storage))
         if key is None:
-            key = self._ids[storage._cdata] = len(self._alive)
+            key = self._ids[storage_key(storage)] = len(self._alive)
             self._alive.append(storage)
         self.storage_bytes[key] = storage.nbytes()
         return TensorRef(key, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         recorded_args, recorded_kwargs = self._freeze((args, kwargs), reads)
         result = func(*args, **kwargs)
         written: list[TensorRef] = []
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = (
                     recorded_kwargs.get(argument.name)
@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         overwrites = set(created)
         if func in PURE_OVERWRITES or any(name.endswith("out") for name in recorded_kwargs):
             overwrites |= {ref.storage for ref in written if self._covers(ref)}
-        if SHAPE_ONLY.match(func._schema.name):
+        if SHAPE_ONLY.match(schema_of(func).name):
             reads = set()
         self._append(
             Operation(

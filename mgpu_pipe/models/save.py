@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mgpu_pipe.compat.transformers_private import keys_not_saved
 from mgpu_pipe.models.build import REFUSALS, tied_sources
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def saved_groups(model: PreTrainedModel) -> list[SavedGroup]:
     Most tensors are written alone; those that transformers merges are grouped by their block.
     """
     tied = tied_sources(model)
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or [])
+    ignored = set(keys_not_saved(model))
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in model.state_dict().items()

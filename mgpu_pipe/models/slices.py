@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mgpu_pipe.compat.transformers_private import keys_not_expected
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, check_loading, materialise_empty
@@ -190,7 +191,7 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
             continue
         entry = found.setdefault(name, _Source([], pattern is not None))
         entry.keys.append(key)
-    ignored = [re.compile(pattern) for pattern in getattr(twin, "_keys_to_ignore_on_load_unexpected", None) or []]
+    ignored = [re.compile(pattern) for pattern in keys_not_expected(twin)]
     return found, {key for key in unexpected if not any(pattern.search(key) for pattern in ignored)}
 
 

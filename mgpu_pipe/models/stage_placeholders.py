@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mgpu_pipe.compat.torch_private import is_view
+
 
 class Removed(nn.Module):
     """Hands its first argument on: a layer, norm or head that another stage has.
@@ -33,7 +35,7 @@ class Sent(Removed):
     hidden_states: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
-        self.hidden_states = hidden_states.clone() if hidden_states._is_view() else hidden_states
+        self.hidden_states = hidden_states.clone() if is_view(hidden_states) else hidden_states
         return super().forward(self.hidden_states)
 
 

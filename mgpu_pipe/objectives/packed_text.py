@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.attention import FLASH, document_isolation
@@ -57,11 +58,11 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
     kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
     if isolation == "none":
         return kwargs
-    if model.config._attn_implementation in FLASH:
+    if attention_of(model.config) in FLASH:
         return {**kwargs, "input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
     kwargs["position_ids"] = position_ids
     if isolation == "mask":
-        kwargs["attention_mask"] = block_diagonal_mask(position_ids, model.config._attn_implementation == "sdpa")
+        kwargs["attention_mask"] = block_diagonal_mask(position_ids, attention_of(model.config) == "sdpa")
     return kwargs
 
 

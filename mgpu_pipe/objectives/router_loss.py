@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.compat.torch_private import in_backward_pass
+from mgpu_pipe.compat.transformers_private import recorded_outputs
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 
 
 def router_modules(model: nn.Module) -> list[nn.Module]:
     """The routers of ``model`` in the order of its layers, as transformers tells where router logits come from."""
-    record = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    record = recorded_outputs(model).get("router_logits")
     records = record if isinstance(record, list) else [record]
     kinds = tuple(kind for one in records if isinstance(kind := getattr(one, "target_class", one), type))
     return [module for module in model.modules() if kinds and isinstance(module, kinds)]
@@ -142,7 +144,7 @@ class RouterLoss:
         @torch.compiler.disable
         def watch(_: nn.Module, __: Any, output: tuple[torch.Tensor, ...]) -> None:
             # Inside a backward pass it is a recomputation, of what was collected already.
-            if self._routed is not None and torch._C._current_graph_task_id() == -1:
+            if self._routed is not None and not in_backward_pass():
                 self._routed[number] = _Routed(output[0], output[2])
 
         return watch

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mgpu_pipe.compat.torch_private import operator
 from mgpu_pipe.models.plans import decoder_blocks
 from mgpu_pipe.parallel.context import in_this_context
 from mgpu_pipe.parallel.random_streams import RankStreams, streams_of
@@ -31,16 +32,21 @@ KEPT = frozenset(
         aten.addmm.default,
         aten.bmm.default,
         aten.baddbmm.default,
-        aten._grouped_mm.default,
-        aten._scaled_mm.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_attention_math.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-        aten._flash_attention_forward.default,
-        aten._efficient_attention_forward.default,
+        *(
+            operator(name).default
+            for name in (
+                "_grouped_mm",
+                "_scaled_mm",
+                "_scaled_dot_product_flash_attention_for_cpu",
+                "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_efficient_attention",
+                "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_attention_math",
+                "_scaled_dot_product_fused_attention_overrideable",
+                "_flash_attention_forward",
+                "_efficient_attention_forward",
+            )
+        ),
     }
 )
 """What ``selective`` does not compute twice."""

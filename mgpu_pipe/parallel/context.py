@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.compat.transformers_private import looks_up_attention, set_attention
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
@@ -115,10 +116,10 @@ def apply_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: M
     Raises:
         ValueError: the model does not look up its attention function.
     """
-    if not type(model)._can_set_attn_implementation():  # type: ignore[attr-defined]
+    if not looks_up_attention(model):
         raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface")
     _register()
-    cast(Any, model).config._attn_implementation = NAMES[method]
+    set_attention(model.config, NAMES[method])
     model.__dict__[AXIS] = ContextAxis(group, method, spec)
 
 

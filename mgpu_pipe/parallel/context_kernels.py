@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.compat.torch_private import operator
 from mgpu_pipe.parallel.context_blocks import Block, Blocks
 
-aten = torch.ops.aten
 LSE_ALIGNMENT = 32
 """The memory-efficient operator pads the rows of its log-sum-exps to a multiple of it."""
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -64,7 +64,7 @@ class Partial:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, scale: float
     ) -> None:
         pack = blocks.packing(query.shape[0], query.shape[2], key.shape[2], query.device)
-        packed_out, packed_lse, *_ = aten._flash_attention_forward(
+        packed_out, packed_lse, *_ = operator("_flash_attention_forward")(
             _packed(query, pack.queries),
             _packed(key, pack.keys),
             _packed(value, pack.keys),
@@ -132,7 +132,7 @@ class Gradients:
         pack = blocks.packing(query.shape[0], query.shape[2], key.shape[2], query.device)
         # Without dropout the operator reads no random state, but wants one.
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        grad_query, grad_key, grad_value = aten._flash_attention_backward(
+        grad_query, grad_key, grad_value = operator("_flash_attention_backward")(
             _packed(grad_out, pack.queries),
             _packed(query, pack.queries),
             _packed(key, pack.keys),
@@ -178,11 +178,11 @@ def _block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if query.is_cuda:
         groups = query.shape[1] // key.shape[1]
-        out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
+        out, lse, _, _ = operator("_scaled_dot_product_efficient_attention")(
             query, _repeated(key, groups), _repeated(value, groups), None, True, 0.0, causal, scale=scale
         )
         return out, lse[..., : query.shape[2]]
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    out, lse = operator("_scaled_dot_product_flash_attention_for_cpu")(query, key, value, 0.0, causal, scale=scale)
     return out, lse
 
 
@@ -197,14 +197,14 @@ def _block_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if not query.is_cuda:
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = operator("_scaled_dot_product_flash_attention_for_cpu_backward")(
             grad_out, query, key, value, out, lse, 0.0, causal, scale=scale
         )
         return grads[0], grads[1], grads[2]
     groups = query.shape[1] // key.shape[1]
     lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
-    grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
+    grad_query, grad_key, grad_value, _ = operator("_scaled_dot_product_efficient_attention_backward")(
         grad_out,
         query,
         _repeated(key, groups),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.compat.torch_private import in_backward_pass
 from mgpu_pipe.models.layout import Layout, add_layouts
 from mgpu_pipe.parallel.expert_exchange import (
     Exchange,
@@ -106,7 +107,7 @@ def number_of_experts(module: nn.Module) -> int:
 
 def is_first_forward() -> bool:
     """Whether this is a training forward pass, and not its recomputation within a backward pass."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    return torch.is_grad_enabled() and not in_backward_pass()
 
 
 def computed_rows(module: nn.Module) -> int | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from mgpu_pipe.compat.torch_private import fsdp_parameters, note_fsdp_gradient
 from mgpu_pipe.models.plans import FsdpUnit, sharding_units
 
 COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": None, "fp8": torch.bfloat16}
@@ -132,14 +133,6 @@ def set_gradient_sync(root: FSDPModule, last: bool, shards: bool) -> None:
         root.set_requires_gradient_sync(last)
 
 
-def find_units(root: FSDPModule) -> None:
-    """Let FSDP2 find the units of the filled ``root`` now, and not in its first forward pass.
-
-    A pipeline's forward passes show one stage of the model at a time: units of the other would be taken for roots.
-    """
-    fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
-
-
 def reshard_all(root: FSDPModule) -> None:
     """Free the gathered compute copies of every block, so that ``named_parameters()`` are the sharded masters again."""
     assert isinstance(root, torch.nn.Module)
@@ -166,13 +159,9 @@ class UsedParameters:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 self._watch(module, index)
-                group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-                held = [] if group is None else group.fsdp_params
-                for parameter in held:  # whose own reference may be from before the model was filled
-                    place = parameter._module_info
-                    number = index.get(id(place.module._parameters[place.param_name]))
-                    if number is not None:
-                        self._sharded.append((parameter, number))
+                for record, parameter in fsdp_parameters(module):
+                    if (number := index.get(id(parameter))) is not None:
+                        self._sharded.append((record, number))
 
     def clear(self) -> None:
         self.flags[:] = [False] * len(self.flags)
@@ -183,14 +172,9 @@ class UsedParameters:
         For backward passes that hand gradients out instead of accumulating them, so that no hook tells, and FSDP2 does
         not bring them to the type that they are summed in: that is done here.
         """
-        for parameter, number in self._sharded:
-            if not hasattr(parameter, "_unsharded_param"):  # not gathered yet
-                continue
-            summed = parameter.unsharded_accumulated_grad
-            if parameter._unsharded_param.grad is not None or summed is not None:
+        for record, number in self._sharded:
+            if note_fsdp_gradient(record):
                 self.flags[number] = True
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
 
     def _watch(self, unit: torch.nn.Module, index: dict[int, int]) -> None:
         """At the unit's first forward pass, put a hook on its gathered parameters, which last as long as the unit."""

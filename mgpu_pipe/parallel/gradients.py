@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from mgpu_pipe.compat.torch_private import foreach_multiply, foreach_norm
+
 # torch.nn.utils.clip_grad_norm_ uses the same guard against a zero norm.
 CLIP_EPSILON = 1e-6
 
 
 def squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of plain ``tensors`` of one device, as a float64 scalar."""
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)  # type: ignore[attr-defined]
-    return torch.stack(norms).square_().sum()
+    return torch.stack(foreach_norm(tensors)).square_().sum()
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> torch.Tensor:
@@ -84,4 +85,4 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> 
     """Multiply all gradients by ``factor``, in place."""
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     if local:
-        torch._foreach_mul_(local, factor)  # type: ignore[attr-defined]
+        foreach_multiply(local, factor)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from mgpu_pipe.compat.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 OLDER = -1
 
@@ -88,17 +88,17 @@ class AllocationWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
-            if storage._cdata not in self._alive:
+            if storage_key(storage) not in self._alive:
                 self._remember(storage, OLDER)
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            known = self._alive.get(storage._cdata)
+            known = self._alive.get(storage_key(storage))
             if known is None or known[1] not in (OLDER, storage.nbytes()):
                 self._remember(storage, storage.nbytes())
         return result
 
     def _remember(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         self._forget(key)
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), size
         if size != OLDER:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from mgpu_pipe.compat.torch_private import find_fsdp_units
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
 from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
@@ -238,7 +239,7 @@ class Pipeline:
     def _find_sharded(self) -> None:
         """FSDP2's root looks for its units at its first forward pass; here while the model shows all that it holds."""
         if isinstance(self._model, FSDPModule):
-            self._model._get_fsdp_state()._lazy_init()
+            find_fsdp_units(self._model)
 
     def _boundary_shape(self, batch: MicroBatch) -> tuple[int, ...]:
         spec = self._objective.batch_spec

@@ -1,9 +1,7 @@
 """torch's pipeline schedules over the stages of a cut model.
 
 What is added to torch's stage: the loss is computed inside the last stage (its output is the micro-batch's sum of
-losses), shapes are known beforehand, so that nothing is sent to find them out (torch would send pickled objects), and
-buffers for what is received exist only between their receive and their last use: torch keeps one for every micro-batch
-of the step batch, which would undo what 1F1B saves.
+losses), and shapes are known beforehand, so that nothing is sent to find them out (torch would send pickled objects).
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -24,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from mgpu_pipe.compat.torch_pipelining_private import LeanStage, actions_of, insert_communication
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
 
 Compute = Callable[[torch.Tensor | None, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -39,7 +37,7 @@ MULTI: dict[str, type[PipelineScheduleMulti]] = {
 }
 
 
-class ScheduledStage(PipelineStage):
+class ScheduledStage(LeanStage):
     """A stage of torch's schedules.
 
     Args:
@@ -92,8 +90,7 @@ class ScheduledStage(PipelineStage):
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None  # torch puts words about shapes around what the model raised
-        for info in self.args_recv_info[fwd_chunk_id]:
-            info.buffer = None  # the forward pass's graph has it now
+        self.free_received(fwd_chunk_id)
         self.most_in_flight = max(self.most_in_flight, len(self.fwd_cache))
         return output
 
@@ -107,29 +104,11 @@ class ScheduledStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
             loss.detach_()  # the schedule keeps it, and with it its graph, to the step batch's end
-        for info in self.grad_recv_info.get(bwd_chunk_id, ()):
-            info.buffer = None
+        self.free_received_gradients(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._after_weights()
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self._free(self.args_recv_info)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        self._free(self.grad_recv_info)
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -140,17 +119,6 @@ class ScheduledStage(PipelineStage):
         self._finished = True
         if all(stage._finished for stage in self._share):
             super().perform_reduce_grad(grad_scale_factor)
-
-    def _allocate(self, infos: Sequence[Any]) -> None:
-        for info in infos:
-            if info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
-
-    @staticmethod
-    def _free(by_chunk: Mapping[int, Sequence[Any]]) -> None:
-        for infos in by_chunk.values():
-            for info in infos:
-                info.buffer = None
 
 
 def build_schedule(
@@ -186,11 +154,11 @@ def _separate_pairs(schedule: PipelineScheduleMulti) -> None:
         rank: [one for action in actions for one in ((action.sub_actions if action else None) or (action,))]
         for rank, actions in schedule.pipeline_order.items()
     }
-    schedule._prepare_schedule_with_comms(schedule.pipeline_order)  # type: ignore[attr-defined]
+    insert_communication(schedule)
 
 
 def _free_weights_last(schedule: PipelineScheduleMulti, rank: int) -> None:
     """Sharded weights are freed when all stages of the rank are through: they are in one module."""
-    order: dict[int, list[Any]] = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    order = actions_of(schedule)
     frees = [action for action in order[rank] if action.computation_type.value == "RESHARD"]
     order[rank] = [*(action for action in order[rank] if action not in frees), *frees]

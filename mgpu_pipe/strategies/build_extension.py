@@ -12,6 +12,8 @@ import os
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+from mgpu_pipe.compat.deepspeed_private import provide_extension
+
 FOLDER = "MGPU_PIPE_EXTENSIONS"
 """The environment variable that tells workers where the compiled extensions are."""
 NAMES = ("pin_memory", "async_io")
@@ -34,8 +36,6 @@ def load_extensions() -> None:
     """
     if FOLDER not in os.environ:
         return
-    from deepspeed.ops.op_builder.builder import OpBuilder
-
     for name in NAMES:
         path = Path(os.environ[FOLDER]) / name / f"{name}.so"
         spec = spec_from_file_location(name, path)
@@ -43,7 +43,7 @@ def load_extensions() -> None:
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # its symbols, for the next
-        OpBuilder._loaded_ops[name] = module
+        provide_extension(name, module)
 
 
 if __name__ == "__main__":

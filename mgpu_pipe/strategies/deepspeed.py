@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import take_numbers
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.compat.lightning_private import after_closure
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
@@ -291,7 +292,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's hooks, then DeepSpeed's update."""
         result = closure()
-        self.precision_plugin._after_closure(self.objective, optimizer)
+        after_closure(self, self.objective, optimizer)
         self.state.update(self.engine.step, self._unused)
         return result
 

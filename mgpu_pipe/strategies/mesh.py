@@ -14,6 +14,7 @@ from typing_extensions import Self
 from mgpu_pipe.checkpoint.adapters import gradient_shards, model_shards, optimizer_shards, take_numbers
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.compat.lightning_private import after_closure
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
@@ -223,7 +224,7 @@ class MeshStrategy(EngineStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's hooks, then the update, on this rank's shards."""
         result = closure()
-        self.precision_plugin._after_closure(self.objective, optimizer)
+        after_closure(self, self.objective, optimizer)
         with on_local_shards(optimizer):
             optimizer.step()
         return result

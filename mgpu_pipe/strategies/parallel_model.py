@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from mgpu_pipe.compat.torch_private import find_fsdp_units
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective
@@ -26,14 +27,7 @@ from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
 from mgpu_pipe.parallel.expert_load import ExpertLoad
 from mgpu_pipe.parallel.float8 import use_float8
-from mgpu_pipe.parallel.fsdp import (
-    COMPUTE_DTYPES,
-    ShardingOptions,
-    UsedParameters,
-    apply_fully_shard,
-    find_units,
-    reshard_all,
-)
+from mgpu_pipe.parallel.fsdp import COMPUTE_DTYPES, ShardingOptions, UsedParameters, apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.randomness import uses_dropout
@@ -124,7 +118,7 @@ class ParallelModel:
                 _move_buffers(model, device)
             used = UsedParameters(model, self.parameters)
             if self.pipeline is not None:
-                find_units(self.sharded)
+                find_fsdp_units(self.sharded)
         elif dims.data_parallel_size > 1:
             reducer = GradientReducer(self.parameters, options.bucket_mib)
         counted = counted_once(model) if dims.uses_model_axes else None

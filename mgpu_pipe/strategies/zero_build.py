@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from mgpu_pipe.compat.deepspeed_private import make_partitioned
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
 from mgpu_pipe.models.slices import read_folder
@@ -61,7 +62,7 @@ def partition_model(
         shape = tuple(old.shape)
         new = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=old.requires_grad)
         _replace(model, old, new)
-        context._convert_to_deepspeed_param(new)
+        make_partitioned(context, new)
         new.partition()  # type: ignore[attr-defined]
         if folder is not None:
             continue

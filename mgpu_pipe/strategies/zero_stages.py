@@ -7,6 +7,15 @@ from typing import Any
 
 import torch
 
+from mgpu_pipe.compat.deepspeed_private import (
+    forget_swapped_in,
+    is_swapped,
+    keep_one_copy,
+    publish_masters,
+    swap_in,
+    swap_out,
+    take_over_gradients,
+)
 from mgpu_pipe.strategies.zero_state import Fragment, ZeroState, is_flat
 
 
@@ -36,8 +45,7 @@ class ZeroTwoState(ZeroState):
         """
         for whole, master in zip(self.zero.parallel_partitioned_bit16_groups, self.masters(), strict=True):
             master.data = whole[self._rank].data
-        self.zero._link_all_hp_params()  # its fragments of the masters would keep the copy alive
-        self.zero._use_compact_grad_partition_buffer = lambda group: True
+        keep_one_copy(self.zero)
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.zero.single_partition_of_fp32_groups)
@@ -113,9 +121,7 @@ class ZeroThreeState(ZeroState):
             for weights, master in zip(zero.fp16_partitioned_groups_flat, self.masters(), strict=True):
                 master.data = weights.data
         # Norm and clipping are done when DeepSpeed's update begins.
-        zero._get_norm_groups = lambda: [torch.ones(())]
-        zero.unscale_and_clip_grads = self._take_gradients
-        zero._prepare_fp32_grad_for_sub_group = self._show_gradients
+        take_over_gradients(zero, self._take_gradients, self._show_gradients)
 
     def masters(self) -> list[torch.Tensor]:
         return list(self.zero.fp32_partitioned_groups_flat)
@@ -170,7 +176,7 @@ class ZeroThreeState(ZeroState):
 
     def weights_written(self) -> None:
         for group in range(len(self.zero.fp16_groups)):
-            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+            publish_masters(self.zero, group)
         self._gather_persistent()
 
     def _gather_persistent(self) -> None:
@@ -193,14 +199,14 @@ class SwappedState(ZeroThreeState):
         self._copies: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
 
     def values(self, group: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        if not self.zero._swappable_optimizer_subgroup(group):
+        if not is_swapped(self.zero, group):
             return super().values(group)
         if group not in self._copies:
-            self.zero._optimizer_states_and_gradient_swap_in(group)
+            swap_in(self.zero, group)
             flat, state = super().values(group)
             copy = {key: value.clone() if is_flat(value, flat) else value for key, value in state.items()}
             self._copies[group] = flat.clone(), copy
-            self.zero._release_swap_buffers(group)
+            forget_swapped_in(self.zero, group)
         return self._copies[group]
 
     def add_state(self, group: int, key: str, value: torch.Tensor) -> None:
@@ -217,10 +223,10 @@ class SwappedState(ZeroThreeState):
         for group in range(len(self.zero.fp16_groups)):
             copied = self._copies.pop(group, None)
             if copied is None:
-                if not self.zero._swappable_optimizer_subgroup(group):
-                    self.zero._reassign_or_swap_out_partitioned_parameters(group)
+                if not is_swapped(self.zero, group):
+                    publish_masters(self.zero, group)
                 continue
-            self.zero._optimizer_states_and_gradient_swap_in(group)
+            swap_in(self.zero, group)
             flat, state = super().values(group)
             flat.copy_(copied[0])
             for key, value in copied[1].items():
@@ -228,11 +234,11 @@ class SwappedState(ZeroThreeState):
                     state[key].copy_(value)
                 else:
                     super().add_state(group, key, value)
-            self.zero._reassign_or_swap_out_partitioned_parameters(group)
-            self.zero._optimizer_states_and_gradient_swap_out(group)
+            publish_masters(self.zero, group)
+            swap_out(self.zero, group)
         self._gather_persistent()
 
     def _take_gradients(self, group: int, norm: object) -> None:
         # What was swapped out may be the last step batch's, or not clipped.
-        if self._factor != 1.0 or self.zero._swappable_optimizer_subgroup(group):
+        if self._factor != 1.0 or is_swapped(self.zero, group):
             self._copy_gradients(group)

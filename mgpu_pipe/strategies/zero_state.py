@@ -16,6 +16,7 @@ import torch
 from mgpu_pipe.checkpoint.adapters import number_piece
 from mgpu_pipe.checkpoint.flat_ranges import flat_slices
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
+from mgpu_pipe.compat.torch_private import foreach_multiply
 from mgpu_pipe.errors import CheckpointError
 
 
@@ -82,7 +83,7 @@ class ZeroState:
         """Scale all gradients, those shown and those that the update takes."""
         shown = [gradient for _, gradient in self.gradients()]
         if shown:
-            torch._foreach_mul_(shown, factor)  # type: ignore[attr-defined]
+            foreach_multiply(shown, factor)
 
     def weights_written(self) -> None:
         """Bring the weights that forward passes use up to date with the masters. A collective call."""

@@ -16,12 +16,12 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from mgpu_pipe.compat.lightning_private import evaluate_after_this_step, start_at_step, stop_after_this_step
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.metrics_file import MEASURED, MetricsWriter
 from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, restore_weights
-from mgpu_pipe.training.lightning_loop import evaluate_after_this_step, start_at_step, stop_after_this_step
 from mgpu_pipe.training.progress import Progress
 
 GIB = 1 << 30

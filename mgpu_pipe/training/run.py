@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.compat.lightning_private import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.config.build import build
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.paths import RunPaths
@@ -33,7 +34,6 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
 from mgpu_pipe.training.initial_weights import build_model, reads_slices, starts_from_folder, weights_reader
 from mgpu_pipe.training.length import run_length
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
 from mgpu_pipe.training.optimizers import optimizer_factory

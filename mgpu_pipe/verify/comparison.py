@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.compat.lightning_private import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
@@ -24,7 +25,6 @@ from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.schedules import build_schedule

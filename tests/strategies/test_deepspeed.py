@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.host import select
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, tiling_fault
+from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
@@ -27,7 +28,6 @@ from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.zero_build import partition_model
 from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.strategies.test_mesh import STEPS, adamw, oracle, relative, whole
 from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.processes import run_processes

@@ -11,13 +11,13 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
+from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
 from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, plain_steps, step_batch
 

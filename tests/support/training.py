@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
+from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, ListedStepBatches, StepBatch
 from mgpu_pipe.models.build import build_meta, materialise
@@ -33,7 +34,6 @@ from mgpu_pipe.strategies.deepspeed_config import generate
 from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.lightning_loop import NEVER, quiet_signals
 from mgpu_pipe.training.optimizers import optimizer_factory
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -293,6 +293,6 @@ def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]
     return Source(name, digest_of("plug-in", name, first.hexdigest()), count, the_same_documents)
 
 
-def _add(digest: hashlib._Hash, document: Document) -> None:
+def _add(digest: Any, document: Document) -> None:
     raw = document.text.encode()
     digest.update(len(raw).to_bytes(8, "little") + raw)

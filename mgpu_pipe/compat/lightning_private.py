@@ -1,4 +1,4 @@
-"""The one file that reaches into Lightning's loops (checked against pytorch-lightning 2.6).
+"""Private names of Lightning (checked against pytorch-lightning 2.6).
 
 Lightning's own signal handling and its per-step signal broadcast are switched off: the step's own all-reduce
 carries the stop flag (see ``MeshStrategy.run_step``), and a handler that runs collectives stalls.
@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import cast
+from typing import Any, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.loops.progress import _ProcessedTracker
 from transformers.utils.logging import disable_progress_bar
 
+_LOOP = "pytorch_lightning.loops.training_epoch_loop:_TrainingEpochLoop"
+PRIVATE = (
+    "pytorch_lightning:Trainer._signal_connector",
+    "pytorch_lightning.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+    "pytorch_lightning.loops.progress:_ProcessedTracker",
+    "pytorch_lightning.plugins.precision:Precision._after_closure",
+    f"{_LOOP}._broadcast_sigterm_tensor",
+    f"{_LOOP}._batches_that_stepped",
+    f"{_LOOP}._skip_next_val",
+    f"{_LOOP}.manual_optimization",
+    f"{_LOOP}.batch_progress",
+)
 NEVER = 1 << 62
 
 
@@ -51,3 +63,8 @@ def stop_after_this_step(trainer: pl.Trainer) -> None:
     """Leave the fit at this step's boundary, without the evaluation that Lightning runs on an early stop."""
     trainer.should_stop = True
     trainer.fit_loop.epoch_loop._skip_next_val = True
+
+
+def after_closure(strategy: Any, module: pl.LightningModule, optimizer: Any) -> None:
+    """The hooks that Lightning calls between a closure and the optimizer's update."""
+    strategy.precision_plugin._after_closure(module, optimizer)

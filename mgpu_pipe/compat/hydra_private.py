@@ -1,0 +1,79 @@
+"""Private names of Hydra (1.3) and OmegaConf (2.3)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+PRIVATE = (
+    "hydra._internal.hydra:Hydra",
+    "hydra._internal.config_loader_impl:ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
+    "hydra._internal.config_loader_impl:ConfigLoaderImpl.load_configuration",
+    "hydra._internal.core_plugins.file_config_source:FileConfigSource._normalize_file_name",
+    "hydra._internal.core_plugins.file_config_source:FileConfigSource.load_config",
+    "hydra._internal.core_plugins.file_config_source:FileConfigSource.is_group",
+    "hydra._internal.utils:create_config_search_path",
+    "hydra._internal.utils:get_args_parser",
+    "hydra._internal.utils:_run_hydra",
+    "omegaconf:DictConfig._get_node",
+    "omegaconf:ListConfig._get_node",
+    "omegaconf:Node._value",
+)
+
+
+def loader_class() -> type:
+    """The class that composes every configuration."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+
+    return ConfigLoaderImpl
+
+
+def file_source_class() -> type:
+    """The class that reads configurations from a folder."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+
+    return FileConfigSource
+
+
+def file_name(source: Any, config_path: str) -> str:
+    """The name of a configuration's file below the folder of ``source``."""
+    return str(source._normalize_file_name(config_path))
+
+
+def new_search_path(conf: str) -> Any:
+    """The folders and packages that configurations are looked for in, ``conf`` first."""
+    from hydra._internal.utils import create_config_search_path
+
+    return create_config_search_path(conf)
+
+
+def new_hydra(job_name: str, search_path: Any) -> Any:
+    """Hydra's state of one composition."""
+    from hydra._internal.hydra import Hydra
+
+    return Hydra.create_main_hydra2(job_name, search_path)
+
+
+def caching_repository(loader: Any, config_name: str, overrides: list[str]) -> Any:
+    """What ``loader`` can look groups up in, without reading the primary configuration each time."""
+    _, repository = loader._parse_overrides_and_create_caching_repo(config_name, overrides)
+    return repository
+
+
+def arguments_parser() -> argparse.ArgumentParser:
+    from hydra._internal.utils import get_args_parser
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    return parser
+
+
+def run_hydra(**options: Any) -> None:
+    """Hydra's own program."""
+    from hydra._internal.utils import _run_hydra
+
+    _run_hydra(**options)
+
+
+def raw_value(node: Any, key: Any) -> Any:
+    """A value of a configuration as it was written, interpolations unresolved."""
+    return node._get_node(key)._value()

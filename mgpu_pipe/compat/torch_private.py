@@ -1,0 +1,124 @@
+"""Private names of torch (checked against 2.10 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+PRIVATE = (
+    "torch:_foreach_norm",
+    "torch:_foreach_mul_",
+    "torch:_C._current_graph_task_id",
+    "torch:Tensor._is_view",
+    "torch:UntypedStorage._cdata",
+    "torch._ops:OpOverload._schema",
+    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    "torch.utils._pytree:tree_leaves",
+    "torch.utils._pytree:tree_map",
+    "torch.nn:Module._parameters",
+    "torch.nn:Module._buffers",
+    "torch.nn:Module._modules",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._module_info",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.accumulate_unsharded_grad_if_needed",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed",
+)
+OPERATORS = (
+    "_efficient_attention_forward",
+    "_flash_attention_backward",
+    "_flash_attention_forward",
+    "_grouped_mm",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_mm",
+)
+"""ATen's that :func:`operator` is asked for."""
+
+
+def operator(name: str) -> Any:
+    """An operator of ``torch.ops.aten``, one of :data:`OPERATORS`."""
+    return getattr(torch.ops.aten, name)
+
+
+def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norms of plain tensors of one device, in float64."""
+    return list(torch._foreach_norm(tensors, 2, dtype=torch.float64))
+
+
+def foreach_multiply(tensors: list[torch.Tensor], factor: float) -> None:
+    """Scale plain tensors of one device in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs now, so that a forward pass is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    return tensor._is_view()
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells living storages apart, those of meta tensors too."""
+    return int(storage._cdata)
+
+
+def schema_of(operation: Any) -> Any:
+    """The names, aliases and types of an operator's arguments."""
+    return operation._schema
+
+
+def local_slice(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offsets of this rank's shard."""
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offsets)
+
+
+def find_fsdp_units(root: Any) -> None:
+    """Let FSDP2 find the units of the filled ``root`` now, and not in its first forward pass.
+
+    A pipeline's forward passes show one stage of the model at a time: units of the other would be taken for roots.
+    """
+    _fsdp_state(root)._lazy_init()
+
+
+def fsdp_parameters(unit: Any) -> Iterator[tuple[Any, torch.nn.Parameter | None]]:
+    """FSDP2's record of each parameter of a unit, and the parameter that stands in the model now."""
+    group = _fsdp_state(unit)._fsdp_param_group
+    for record in [] if group is None else group.fsdp_params:
+        place = record._module_info
+        yield record, place.module._parameters[place.param_name]
+
+
+def note_fsdp_gradient(record: Any) -> bool:
+    """Whether a gathered parameter has a gradient, which is brought to the type that FSDP2 sums up in."""
+    if not hasattr(record, "_unsharded_param"):  # not gathered yet
+        return False
+    there = record._unsharded_param.grad is not None or record.unsharded_accumulated_grad is not None
+    record.accumulate_unsharded_grad_if_needed()
+    record.to_accumulated_grad_if_needed()
+    return there
+
+
+def _fsdp_state(unit: Any) -> Any:
+    return unit._get_fsdp_state()

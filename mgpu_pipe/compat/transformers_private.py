@@ -1,0 +1,43 @@
+"""Private names of transformers (checked against version 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRIVATE = (
+    "transformers:PretrainedConfig._attn_implementation",
+    "transformers:PreTrainedModel._can_set_attn_implementation",
+    "transformers:PreTrainedModel._can_record_outputs",
+    "transformers:PreTrainedModel._keys_to_ignore_on_save",
+    "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
+)
+
+
+def attention_of(config: Any) -> str | None:
+    """The attention function that models of ``config`` look up."""
+    name: str | None = config._attn_implementation
+    return name
+
+
+def set_attention(config: Any, name: str) -> None:
+    """Have models of ``config`` look up this attention function from now on, unchecked."""
+    config._attn_implementation = name
+
+
+def looks_up_attention(model: Any) -> bool:
+    """Whether a model takes its attention from transformers' AttentionInterface."""
+    return bool(type(model)._can_set_attn_implementation())
+
+
+def recorded_outputs(model: Any) -> dict[str, Any]:
+    """By name of an output, the modules that it is recorded from."""
+    return getattr(model, "_can_record_outputs", None) or {}
+
+
+def keys_not_saved(model: Any) -> list[str]:
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or [])
+
+
+def keys_not_expected(model: Any) -> list[str]:
+    """Patterns of weights that a folder may have and the model does not."""
+    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
