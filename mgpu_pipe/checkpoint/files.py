@@ -84,11 +84,6 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
-def replace(source: Path, target: Path) -> None:
-    """Give the file ``source`` the name ``target``, in the place of a file that has it."""
-    os.replace(source, target)
-
-
 def make_folder(path: Path) -> None:
     """Make one new folder."""
     os.mkdir(path)

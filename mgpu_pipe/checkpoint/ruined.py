@@ -13,6 +13,7 @@ from pathlib import Path
 from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.strict_json import as_object, as_text, canonical, parse
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import CheckpointError
 
 RUINED = "ruined.json"
@@ -34,11 +35,7 @@ def mark_ruined(root: Path, steps: Iterable[int]) -> None:
     for step in steps:
         with suppress(CheckpointError):  # a step that cannot be read is taken by nothing anyway
             marked[step] = read_manifest(layout.committed(root)[step]).root
-    path, partial = root / RUINED, root / f"{RUINED}.partial"
-    partial.unlink(missing_ok=True)
-    files.write_file(partial, canonical({str(step): digest for step, digest in marked.items()}))
-    files.replace(partial, path)
-    files.sync_folder(root)
+    replace_file(root / RUINED, canonical({str(step): digest for step, digest in marked.items()}), flush=True)
 
 
 def _marked(root: Path) -> dict[int, str]:

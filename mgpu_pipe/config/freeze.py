@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import escaped, plain_values, unescaped
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, parse_yaml, read_bytes
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
@@ -29,12 +29,7 @@ def freeze(config: RunConfig, path: Path) -> None:
     Texts of the environment (``${oc.env:...}``) are written as the interpolation, never as their value.
     """
     text = HEADER + yaml.safe_dump(escaped(_with_interpolations(config)), sort_keys=False, allow_unicode=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    replace_file(path, text, flush=True)
 
 
 def load(path: Path) -> RunConfig:

@@ -158,19 +158,3 @@ def _hub_blobs(root: Path) -> list[Path]:
 
 def _no_plain_file(path: Path) -> NotPlainError:
     return NotPlainError(f"{path}: is not a plain file; a run or a model holds plain files only")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a link that somebody put there is replaced, never written through.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    temporary.unlink(missing_ok=True)
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.replace_file import flush_folder, replace_file
 from mgpu_pipe.data.blocks import hash_blocks
 from mgpu_pipe.errors import ConfigError
 
@@ -97,7 +98,7 @@ def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         listed[path.name] = {"size": path.stat().st_size, "sha256": hash_blocks(path)}
     write_hashed(folder / MANIFEST, {**meta, "files": listed})
-    _flush_folder(folder)
+    flush_folder(folder)
 
 
 def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
@@ -168,12 +169,7 @@ def _remember(folder: Path, states: Mapping[str, Any]) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write ``value`` to ``path`` so that a reader sees the old or the new file, never a part."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(value, indent=1), flush=True)
 
 
 def write_hashed(path: Path, value: Mapping[str, Any]) -> None:
@@ -228,18 +224,10 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)
-        _flush_folder(folder.parent)
+        flush_folder(folder.parent)
         listed = read_hashed(folder / MANIFEST)["files"]
         _remember(folder, _states(folder, listed))  # its hashes were just taken
     manifest = read_manifest(folder)
     if manifest is None:
         raise OSError(errno.EIO, "a folder that was just written cannot be read back", str(folder))
     return manifest
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -96,10 +97,8 @@ def error_record(error: BaseException, rank: int) -> dict[str, object]:
 def write_error(path: Path, error: BaseException, rank: int) -> None:
     """Leave ``error`` for the launcher: in a file, or, where the disk is full, in the pipe to it."""
     text = json.dumps(error_record(error, rank))
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        replace_file(path, text)
     except OSError:
         if ERROR_FD in os.environ:
             os.write(int(os.environ[ERROR_FD]), text.encode())

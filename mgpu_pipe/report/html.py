@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.plain_files import replace_text
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import page
 from mgpu_pipe.report.charts import charts
@@ -31,7 +31,7 @@ def write_report(runs: list[RunPaths], out: Path) -> Path:
     """
     text = render([load_run(run) for run in runs])
     try:
-        replace_text(out, text)
+        replace_file(out, text)
     except OSError as error:
         raise RunFolderError(f"{out}: cannot write the report ({error.strerror}); choose another --out") from error
     return out

@@ -16,6 +16,7 @@ from pathlib import Path
 import mgpu_pipe
 from mgpu_pipe.child import bound
 from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.threads import WAITING_VARIABLES, Threads
 
 PACKAGES = (
@@ -62,12 +63,7 @@ def describe_environment(command: Sequence[str], threads: Threads, world_size: i
 
 def write_environment(path: Path, environment: dict[str, object]) -> None:
     """Whole or not at all: a launch that is killed here must not lose when the run was begun."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(json.dumps(environment, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    replace_file(path, json.dumps(environment, indent=2) + "\n", flush=True)
 
 
 def _version(package: str) -> str:

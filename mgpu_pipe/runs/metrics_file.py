@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, read_bytes
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
 
 MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
@@ -196,20 +197,7 @@ def _render(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bytes:
 
 def _replace(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Put a file of these rows in the place of ``path``, on the disk before it can be seen."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(_render(columns, rows))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    replace_file(path, _render(columns, rows), flush=True)
 
 
 def _cut_torn_tail(descriptor: int) -> None:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes, replace_text
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
+from mgpu_pipe.config.replace_file import replace_file
 
 
 def read_summary(paths: RunPaths) -> dict[str, object]:
@@ -19,7 +20,7 @@ def read_summary(paths: RunPaths) -> dict[str, object]:
 
 
 def write_summary(paths: RunPaths, summary: Mapping[str, object]) -> None:
-    replace_text(paths.summary, json.dumps(summary, indent=2, default=str) + "\n")
+    replace_file(paths.summary, json.dumps(summary, indent=2, default=str) + "\n")
 
 
 def amend_summary(paths: RunPaths, **changes: object) -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.worker import leave_error
@@ -48,9 +49,8 @@ def _run(paths: RunPaths, rank: int, lifeline: Lifeline | None) -> None:
         measurements = compare(config)
     if rank == 0:
         worst = [one.as_dict() for one in worst_of(measurements)]
-        partial = paths.root / f"{COMPARISON}.partial"
-        partial.write_text(json.dumps({"worst": worst, "comparisons": len(measurements)}), encoding="utf-8")
-        partial.replace(paths.root / COMPARISON)
+        compared = {"worst": worst, "comparisons": len(measurements)}
+        replace_file(paths.root / COMPARISON, json.dumps(compared))
 
 
 if __name__ == "__main__":
