@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import pytorch_lightning as pl
 import torch
@@ -85,6 +85,11 @@ class Objective(pl.LightningModule, ABC):
         learning_rate: the schedule, a pure function of the step, so that a resume needs no state for it.
     """
 
+    refused_axes: ClassVar[tuple[str, ...]] = ()
+    """Of ``strategy``, those that this objective cannot be spread over."""
+    samples_meet: ClassVar[bool] = False
+    """Whether a sample's loss looks at the others of its step; see :mod:`mgpu_pipe.objectives.global_batch`."""
+
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -129,6 +134,14 @@ class Objective(pl.LightningModule, ABC):
 
     def start_step(self, step_batch: StepBatch) -> None:
         """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""
+
+    def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, gather: Callable[..., Any]) -> None:
+        """Called with all of this process's micro-batches before the first loss of a step or evaluation; collective.
+
+        Args:
+            counted: how many of them count; the others are there because a forward pass gathers from all ranks.
+            gather: see :mod:`mgpu_pipe.objectives.global_batch`, the objectives that compare samples with one another.
+        """
 
     @property
     def batch_spec(self) -> BatchSpec:

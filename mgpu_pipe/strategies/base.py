@@ -113,6 +113,27 @@ class EngineStrategy(ParallelStrategy):
             dist.all_reduce(values)
         return values
 
+    def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The rows of all data-parallel processes in their order, and which is this process's first. Collective.
+
+        Args:
+            rows: one for each of this process's samples, equal on processes that share them; any number.
+        """
+        size, rank = self.dims.data_parallel_size, self.dims.data_parallel_rank(self.global_rank)
+        counts = torch.zeros(size, dtype=torch.int64, device=rows.device)
+        counts[rank] = len(rows) if self.counts_its_samples else 0
+        ends = self.sum_over_data(counts).cumsum(0).tolist()
+        first = ends[rank] - len(rows)
+        whole = rows.new_zeros(ends[-1], *rows.shape[1:])
+        if self.counts_its_samples:
+            whole[first : first + len(rows)] = rows
+        return self.sum_over_data(whole), first
+
+    @property
+    def counts_its_samples(self) -> bool:
+        """Whether this process stands for its samples; of those that share them, one does."""
+        return True
+
     @abstractmethod
     def model_shards(self) -> list[LocalShard]:
         """This rank's parts of the (master) weights, as live tensors."""

@@ -239,6 +239,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used = dict.fromkeys(self._used, 0.0)
         # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
         scale = self.dims.data_parallel_size / step_batch.loss_denominator
+        self.objective.meet(step_batch.micro_batches, len(step_batch.micro_batches), self.gather_samples)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(step_batch.micro_batches):
             if self._stop.leaves(index, len(step_batch.micro_batches)):
@@ -302,7 +303,9 @@ class DeepSpeedStrategy(EngineStrategy):
     @torch.no_grad()
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for micro_batch in self._padded(step_batch.micro_batches):
+        micro_batches = self._padded(step_batch.micro_batches)
+        self.objective.meet(micro_batches, len(step_batch.micro_batches), self.gather_samples)
+        for micro_batch in micro_batches:
             total = total + self.engine(micro_batch)
         return total
 
@@ -311,7 +314,7 @@ class DeepSpeedStrategy(EngineStrategy):
 
         A collective call under ZeRO-3.
         """
-        if self.stage < 3 or self.dims.data_parallel_size == 1:
+        if (self.stage < 3 and not self.objective.samples_meet) or self.dims.data_parallel_size == 1:
             return micro_batches
         count = torch.tensor(len(micro_batches), device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)

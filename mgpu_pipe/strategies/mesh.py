@@ -160,6 +160,7 @@ class MeshStrategy(EngineStrategy):
             if activations is not None:
                 self._memory["activations"] = activations
             return self._finish_step(step_batch, loss_sum)
+        self.objective.meet(parts, len(parts), self.gather_samples)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             if self._stop.leaves(index, len(parts)):
@@ -235,14 +236,16 @@ class MeshStrategy(EngineStrategy):
     @torch.no_grad()
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         split, micro_batches = self.split, step_batch.micro_batches
-        if split.shards:
+        if split.shards or self.objective.samples_meet:
             micro_batches = self._as_many_as_any(micro_batches)
         if split.pipeline is not None:
             total = split.pipeline.run_evaluation([split.part_of(micro_batch) for micro_batch in micro_batches])
         else:
+            parts = [split.part_of(micro_batch) for micro_batch in micro_batches]
+            self.objective.meet(parts, len(step_batch.micro_batches), self.gather_samples)
             total = torch.zeros((), dtype=torch.float64, device=self._device)
-            for micro_batch in micro_batches:
-                total = total + split.evaluate(split.part_of(micro_batch))
+            for part in parts:
+                total = total + split.evaluate(part)
         split.settle()
         return total if split.counts_its_loss else torch.zeros_like(total)
 
@@ -255,6 +258,10 @@ class MeshStrategy(EngineStrategy):
         count, length = most.tolist()
         missing = count - len(micro_batches)
         return [*micro_batches, *[spec.empty(length, self._device)] * missing]
+
+    @property
+    def counts_its_samples(self) -> bool:
+        return self.split.counts_its_loss
 
     def needed_fields(self) -> tuple[str, ...]:
         return self.split.fields

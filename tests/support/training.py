@@ -58,6 +58,8 @@ class Case:
     checkpointing: str = "none"
     freeze: tuple[str, ...] = ()
     branches: bool = False
+    objective: Callable[..., Any] | None = None
+    """In the place of causal language modelling."""
     together: bool = False
     """Every sample takes the branch that otherwise some take."""
     steps: int = 5
@@ -318,7 +320,11 @@ def trained(
     model = built(case)
     branching = TogetherObjective if case.together else BranchObjective
     cls = branching if case.branches else CausalLMObjective
-    objective = cls(model, optimizer_of(case), lambda step: 1.0, 7)
+    learning_rate: Callable[[int], float] = lambda step: 1.0  # noqa: E731
+    if case.objective is None:
+        objective = cls(model, optimizer_of(case), learning_rate, 7)
+    else:
+        objective = case.objective(model, optimizer_of(case), learning_rate)
     watch = Watch(on_start)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -1,0 +1,94 @@
+"""Objectives whose samples meet in the loss, as contrastive ones do: every sample is compared with all of the step.
+
+Each micro-batch is encoded without gradients, the features of all processes are gathered, and the loss over the global
+batch gives the gradient of each feature. Then each micro-batch is encoded once more and its features' gradients go
+backward. So ``data.global_batch_size`` fixes the mathematics, however the batch is cut (Gao, Zhang, Han and Callan
+2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from mgpu_pipe.objectives.base import LearningRate, Objective
+
+Features = dict[str, torch.Tensor]
+
+
+class GlobalBatchObjective(Objective):
+    """Base of such objectives. A subclass defines :meth:`encode` and :meth:`losses`.
+
+    The data's valid units are samples. A model that drops at random is encoded twice with the same random numbers.
+    """
+
+    refused_axes: ClassVar[tuple[str, ...]] = ("pp", "cp")
+    samples_meet: ClassVar[bool] = True
+
+    def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._shares: list[tuple[Features, torch.Tensor, torch.Tensor]] = []
+        """Of the micro-batches to come: their features' gradients, sum of losses, and state of random numbers."""
+
+    @abstractmethod
+    def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        """Features of a micro-batch by name, each of shape (samples, ...).
+
+        All that is learnt acts here: a temperature multiplies one of the features.
+        """
+
+    @abstractmethod
+    def losses(self, features: Features) -> torch.Tensor:
+        """The loss of every sample, shape (samples,), from the fp32 features of all of them; uses no parameter."""
+
+    def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, gather: Gather) -> None:
+        device = next(self.model.parameters()).device
+        states, encoded = [], list[Features]()
+        with torch.no_grad():
+            for batch in batches:
+                states.append(_random_state(device))
+                encoded.append(self.encode(batch))
+        _set_random_state(device, states[0])
+        whole, first = {}, 0
+        for name, like in encoded[0].items():
+            own = torch.cat([like[:0], *[features[name] for features in encoded[:counted]]])
+            gathered, first = gather(own.float())
+            whole[name] = gathered.requires_grad_()
+        with torch.enable_grad():
+            losses = self.losses(whole)
+            gradients = dict(zip(whole, torch.autograd.grad(losses.sum(), list(whole.values())), strict=True))
+        self._shares = []
+        for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
+            size = len(next(iter(features.values()))) if number < counted else 0
+            rows = slice(first, first + size)
+            own_gradients = {name: gradient[rows] for name, gradient in gradients.items()}
+            self._shares.append((own_gradients, losses[rows].detach().sum(), state))
+            first += size
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The micro-batch's share of the loss; its gradient is that of the global batch's loss."""
+        gradients, share, state = self._shares.pop(0)
+        if not torch.is_grad_enabled():
+            return share
+        _set_random_state(share.device, state)
+        features = self.encode(batch)
+        product = torch.stack([(features[name].float() * gradients[name]).sum() for name in gradients]).sum()
+        return product + (share - product.detach())
+
+
+Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+"""Takes this process's rows, gives those of all processes, and which of them is this process's first."""
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
