@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.find import family_of
 
-BIDIRECTIONAL_FAMILIES = frozenset(["cpmant", "xlnet"])
-"""Families whose forward pass lets every token see all others, whatever their configuration says."""
 CAUSAL_VALUES: Mapping[str, Any] = {"is_decoder": True, "causal": True}
 """Fields that have to have this value (BERT and its like, XLM)."""
-MIXING = {"doge": "is_moe"}
-"""A boolean of a family under which the tokens of a whole micro-batch are mixed: Doge's routers reshape their logits
-across tokens."""
 BIDIRECTIONAL = "use_bidirectional_attention"
 OF_IMAGES = "vision"
 """A value of that field that is of images alone (Gemma 4)."""
@@ -30,13 +26,14 @@ def check_causality(fields: Mapping[str, Any]) -> None:
     """
     reason = "its tokens see those that they are to predict"
     model_type = fields.get("model_type")
-    if model_type in BIDIRECTIONAL_FAMILIES:
+    family = family_of(str(model_type))
+    if not family.causal:
         raise ConfigError("model.type", model_type, "use a causal model", reason)
     for name, causal in CAUSAL_VALUES.items():
         if isinstance(fields.get(name), bool) and fields[name] is not causal:
             fix = f"use model.config.{name}={str(causal).lower()}"
             raise ConfigError(f"model.config.{name}", fields[name], fix, reason)
-    mixing = MIXING.get(str(model_type), "")
+    mixing = family.mixes_tokens
     if fields.get(mixing):
         fix = f"use model.config.{mixing}=false"
         raise ConfigError(f"model.config.{mixing}", True, fix, "its result depends on the micro-batch's other tokens")

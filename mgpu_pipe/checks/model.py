@@ -62,7 +62,7 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
 
 def check_attention(config: RunConfig) -> None:
     from mgpu_pipe.checks.causality import check_causality
-    from mgpu_pipe.models.attention import check_packing
+    from mgpu_pipe.checks.packing import check_packing
 
     fields = model_fields(config)
     if fields.get("model_type") is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_pipe.checks.context import context_parallel_errors
+from mgpu_pipe.checks.experts import expert_parallel_errors
 from mgpu_pipe.checks.pipeline import pipeline_errors
+from mgpu_pipe.checks.tensor import tensor_parallel_errors
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.models.context_checks import context_parallel_errors
-from mgpu_pipe.models.experts import expert_parallel_errors
-from mgpu_pipe.models.tensor_plans import tensor_parallel_errors
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.find import stages_of
-from mgpu_pipe.models.axes import axes_of
+from mgpu_pipe.families.find import axes_of, stages_of
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
 
 SCHEDULE_KEY = "strategy.pipeline.schedule"

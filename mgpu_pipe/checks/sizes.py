@@ -50,7 +50,7 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _router_errors(config: RunConfig) -> list[BadInputError]:
-    from mgpu_pipe.models.experts import router_loss_errors
+    from mgpu_pipe.checks.experts import router_loss_errors
 
     model_type = model_fields(config).get("model_type")
     if not model_type or not config.objective.router_aux_loss:

@@ -1,7 +1,5 @@
-"""biogpt."""
-
-from __future__ import annotations
+"""BioGPT."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages(norm="layer_norm", added=("embed_positions",)))
+FAMILY = Family(packing="mask", stages=Stages(norm="layer_norm", added=("embed_positions",)))

@@ -1,6 +1,4 @@
-"""bitnet."""
-
-from __future__ import annotations
+"""BitNet."""
 
 from mgpu_pipe.families.family import Family, Stages
 

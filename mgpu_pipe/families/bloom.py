@@ -1,6 +1,4 @@
-"""bloom."""
-
-from __future__ import annotations
+"""BLOOM."""
 
 from mgpu_pipe.families.family import Family, Stages
 

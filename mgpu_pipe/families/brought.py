@@ -8,7 +8,21 @@ from functools import lru_cache
 from typing import Any
 
 from mgpu_pipe.families.config_source import class_statement
-from mgpu_pipe.families.family import Stages
+from mgpu_pipe.families.family import Stages, Style
+
+STYLES: Mapping[str, Style | None] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "packed_colwise": "packed",
+    "replicated_with_grad_allreduce": "own_heads",
+    "moe_tp_experts": "experts",
+    # These two come in pairs around what cannot be cut: whole on every rank they compute the same.
+    "colwise_gather_output": None,
+    "rowwise_split_input": None,
+    "replicate": None,
+    "embedding_rowwise": None,
+}
+"""transformers' names; None leaves a module whole (the vocabulary is cut by :mod:`mgpu_pipe.parallel.vocabulary`)."""
 
 
 @lru_cache(maxsize=64)

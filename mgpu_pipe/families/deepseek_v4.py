@@ -1,7 +1,5 @@
 """DeepSeek V4: several streams of hidden states, and parameters that mix them, outside of the blocks."""
 
-from __future__ import annotations
-
 from mgpu_pipe.families.family import Family
 
 FAMILY = Family(stages=None)

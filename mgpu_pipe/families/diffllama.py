@@ -1,6 +1,4 @@
-"""diffllama."""
-
-from __future__ import annotations
+"""DiffLlama."""
 
 from mgpu_pipe.families.family import Family, Stages
 

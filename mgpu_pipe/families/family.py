@@ -6,7 +6,8 @@ default, and what transformers' plans say of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Style = Literal["column", "row", "packed", "own_heads", "experts"]
@@ -14,9 +15,12 @@ Style = Literal["column", "row", "packed", "own_heads", "experts"]
 ``own_heads``: whole on every rank, each of which applies it to its own heads; ``experts``: a module that calls cut
 experts."""
 
-Packing = Literal["position_ids", "mask", "none"]
-"""What keeps documents of one row apart: positions that start again, from which transformers makes the mask; a mask
-that is handed to it; or nothing."""
+Packing = Literal["positions", "mask", "none"]
+"""What keeps documents of one row apart: positions that start again, from which transformers makes the mask
+(``masking_utils.find_packed_sequence_indices``) as long as it gets no attention mask and no cache; a mask that is
+handed to it; or nothing (state space layers, convolutions, positions that are no input)."""
+FLASH = ("flash_attention_2", "flash_attention_3")
+"""Kinds of attention that take no mask."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequencePlan:
     """Where sequence parallelism splits: between the embeddings, which are only scaled or added to, and the norm."""
 
     blocks: str = "layers"
@@ -56,10 +60,49 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. What is tried here is true; what is not, is not said.
+    """One family of models. What is said here was tried, and equals one process.
 
     Attributes:
-        stages: of a pipeline; ``"brought"``: as transformers' own plan says; None: it cannot be cut into stages.
+        packing: what keeps documents of one row apart.
+        unpacked_with: a boolean of the configuration under which nothing does.
+        own_attention: does not look its attention function up by name, so that no other one can take its place.
+        stages: of a pipeline; ``brought``: as transformers' own plan says; None: it cannot be cut into stages.
+        tensor: whether tensor parallelism cuts it right.
+        modules: how it cuts the children of a module, by the module's class, where transformers brings no plan. It
+            holds wherever that class is part of a larger model.
+        sequence: where sequence parallelism splits; None: it does not.
+        experts: the field that numbers the experts, packed in one module that the family's ``ep_plan`` names; empty:
+            none that can be spread over processes.
+        softmax_routers: routers take the softmax of their logits; others balance by a bias or by sigmoid scores.
+        width_is_heads: the head size, where it is not given, is hidden_size / num_attention_heads.
+        needs: fields that a forward pass needs and that have no default, and what to do about each.
+        heads_together: heads whose queries, keys and values lie together in a fused projection.
+        causal: False where every token sees all others, whatever the configuration says.
+        mixes_tokens: a boolean of the configuration under which the tokens of a micro-batch are mixed.
     """
 
+    packing: Packing = "none"
+    unpacked_with: str = ""
+    own_attention: bool = False
     stages: Stages | Literal["brought"] | None = "brought"
+    tensor: bool = True
+    modules: Mapping[str, Mapping[str, Style]] = field(default_factory=dict)
+    sequence: SequencePlan | None = None
+    experts: str = ""
+    softmax_routers: bool = False
+    width_is_heads: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict)
+    heads_together: int = 1
+    causal: bool = True
+    mixes_tokens: str = ""
+
+    @property
+    def context(self) -> bool:
+        """Whether its attention can run over several ranks, its positions being an input."""
+        return self.packing == "positions" and not self.own_attention
+
+
+FC: Mapping[str, Style] = {"fc1": "column", "fc2": "row"}
+QKV: Mapping[str, Style] = {"q_proj": "column", "k_proj": "column", "v_proj": "column"}
+OUT_PROJ: Mapping[str, Style] = {**QKV, "out_proj": "row"}
+"""Attention of the encoders."""

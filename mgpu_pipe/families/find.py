@@ -2,28 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from mgpu_pipe.families.brought import brought_stages
-from mgpu_pipe.families.family import Family, Stages
+from mgpu_pipe.families.brought import STYLES, brought_plan, brought_stages
+from mgpu_pipe.families.family import Family, Packing, Stages
 
+FOLDER = Path(__file__).parent
 UNKNOWN = Family()
 
 
 @lru_cache(maxsize=256)
 def family_of(model_type: str) -> Family:
     """What the family's file says; the defaults where it has none."""
-    name = f"{__package__}.{model_type.replace('-', '_')}"
-    if not model_type.replace("-", "_").isidentifier() or find_spec(name) is None:
+    name = model_type.replace("-", "_")
+    if not name.isidentifier() or not (FOLDER / f"{name}.py").is_file():
         return UNKNOWN
-    family = import_module(name).FAMILY
-    assert isinstance(family, Family)
-    return family
+    return getattr(import_module(f"{__package__}.{name}"), "FAMILY", UNKNOWN)
+
+
+def families_with(has: Callable[[Family], object]) -> list[str]:
+    """The model types with a file that says so, in order; for messages."""
+    return [name for name in sorted(path.stem for path in FOLDER.glob("*.py")) if has(family_of(name))]
 
 
 def stages_of(model_type: str) -> Stages | None:
     """What a pipeline cuts apart; None where the family cannot be cut into stages."""
     stages = family_of(model_type).stages
     return brought_stages(model_type) if stages == "brought" else stages
+
+
+def has_tensor_plan(model_type: str) -> bool:
+    """Whether tensor parallelism can cut the family."""
+    family = family_of(model_type)
+    styles = brought_plan(model_type, "base_model_tp_plan").values()
+    cuts = any(STYLES.get(style) in ("column", "packed") for style in styles)
+    return family.tensor and (bool(family.modules) or (cuts and all(style in STYLES for style in styles)))
+
+
+def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Packing:
+    """How documents of one row are kept apart in a model of that family; ``none``: they cannot be.
+
+    Args:
+        fields: of the model's configuration.
+    """
+    family = family_of(model_type)
+    return "none" if fields.get(family.unpacked_with) else family.packing
+
+
+def axes_of(model_type: str) -> str:
+    """The axes over which the family can be spread, for the error that another one is not among them."""
+    family = family_of(model_type)
+    has = {
+        "tp": has_tensor_plan(model_type),
+        "pp": stages_of(model_type) is not None,
+        "cp": family.context,
+        "ep": bool(family.experts),
+    }
+    return ", ".join(["dp_replicate", "dp_shard", *(axis for axis, there in has.items() if there)])

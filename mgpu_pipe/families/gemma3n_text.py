@@ -1,7 +1,5 @@
 """Gemma 3n: embeddings for each layer beside the tokens' own."""
 
-from __future__ import annotations
-
 from mgpu_pipe.families.family import Family
 
 FAMILY = Family(stages=None)

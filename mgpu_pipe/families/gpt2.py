@@ -1,7 +1,14 @@
-"""gpt2."""
+"""GPT-2."""
 
-from __future__ import annotations
+from mgpu_pipe.families.family import Family, SequencePlan, Stages
 
-from mgpu_pipe.families.family import Family, Stages
-
-FAMILY = Family(stages=Stages("wte", "h", "ln_f", added=("wpe",), after_embedding=("drop",)))
+FAMILY = Family(
+    packing="positions",
+    stages=Stages("wte", "h", "ln_f", added=("wpe",), after_embedding=("drop",)),
+    modules={
+        "GPT2Attention": {"c_attn": "packed", "q_attn": "column", "c_proj": "row"},
+        "GPT2MLP": {"c_fc": "column", "c_proj": "row"},
+    },
+    sequence=SequencePlan("h", "ln_f", ("wpe",)),
+    width_is_heads=True,
+)

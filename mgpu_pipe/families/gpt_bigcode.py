@@ -1,7 +1,5 @@
-"""gpt_bigcode."""
-
-from __future__ import annotations
+"""GPT BigCode."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages("wte", "h", "ln_f", added=("wpe",), after_embedding=("drop",)))
+FAMILY = Family(packing="positions", stages=Stages("wte", "h", "ln_f", added=("wpe",), after_embedding=("drop",)))

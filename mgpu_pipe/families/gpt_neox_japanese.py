@@ -1,6 +1,4 @@
-"""gpt_neox_japanese."""
-
-from __future__ import annotations
+"""GPT-NeoX Japanese."""
 
 from mgpu_pipe.families.family import Family, Stages
 

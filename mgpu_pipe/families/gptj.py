@@ -1,6 +1,4 @@
-"""gptj."""
-
-from __future__ import annotations
+"""GPT-J."""
 
 from mgpu_pipe.families.family import Family, Stages
 

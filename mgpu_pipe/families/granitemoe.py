@@ -1,7 +1,5 @@
-"""granitemoe."""
-
-from __future__ import annotations
+"""Granite MoE."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages(), experts="num_local_experts", softmax_routers=True)

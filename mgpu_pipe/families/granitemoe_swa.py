@@ -1,6 +1,4 @@
-"""granitemoe_swa."""
-
-from __future__ import annotations
+"""Granite MoE with windows."""
 
 from mgpu_pipe.families.family import Family, Stages
 

@@ -1,7 +1,5 @@
 """HRM: blocks run in loops over two states."""
 
-from __future__ import annotations
-
 from mgpu_pipe.families.family import Family
 
 FAMILY = Family(stages=None)

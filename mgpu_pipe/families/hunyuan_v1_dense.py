@@ -1,7 +1,5 @@
-"""hunyuan_v1_dense."""
-
-from __future__ import annotations
+"""HunYuan."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages())

@@ -1,7 +1,5 @@
-"""hunyuan_v1_moe."""
-
-from __future__ import annotations
+"""HunYuan MoE."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages(), experts="num_experts", softmax_routers=True)

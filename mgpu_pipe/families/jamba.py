@@ -1,7 +1,5 @@
-"""jamba."""
-
-from __future__ import annotations
+"""Jamba."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages(norm="final_layernorm"))
+FAMILY = Family(stages=Stages(norm="final_layernorm"), experts="num_experts", softmax_routers=True)

@@ -1,6 +1,4 @@
-"""jetmoe."""
-
-from __future__ import annotations
+"""JetMoE."""
 
 from mgpu_pipe.families.family import Family, Stages
 

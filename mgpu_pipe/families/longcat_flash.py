@@ -1,7 +1,5 @@
 """LongCat Flash: two attentions a layer, whose number has a name of its own."""
 
-from __future__ import annotations
-
 from mgpu_pipe.families.family import Family
 
 FAMILY = Family(stages=None)

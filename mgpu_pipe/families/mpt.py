@@ -1,7 +1,5 @@
-"""mpt."""
-
-from __future__ import annotations
+"""MPT."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages("wte", "blocks", "norm_f", tuples=True))
+FAMILY = Family(packing="mask", stages=Stages("wte", "blocks", "norm_f", tuples=True))

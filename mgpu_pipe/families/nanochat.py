@@ -1,7 +1,5 @@
-"""nanochat."""
-
-from __future__ import annotations
+"""NanoChat: its norm has no parameters and is used before the blocks and after them."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages(norm=None))
+FAMILY = Family(packing="positions", stages=Stages(norm=None))

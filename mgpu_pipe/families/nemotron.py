@@ -1,7 +1,5 @@
-"""nemotron."""
-
-from __future__ import annotations
+"""Nemotron."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages())

@@ -1,7 +1,5 @@
-"""olmoe."""
-
-from __future__ import annotations
+"""OLMoE."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages(), experts="num_experts", softmax_routers=True)

@@ -1,7 +1,5 @@
-"""opt."""
-
-from __future__ import annotations
+"""OPT."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages(norm="final_layer_norm", added=("embed_positions",), path="decoder"))
+FAMILY = Family(packing="mask", stages=Stages(norm="final_layer_norm", added=("embed_positions",), path="decoder"))

@@ -1,7 +1,5 @@
-"""persimmon."""
-
-from __future__ import annotations
+"""Persimmon."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages(norm="final_layernorm"))
+FAMILY = Family(packing="positions", stages=Stages(norm="final_layernorm"))

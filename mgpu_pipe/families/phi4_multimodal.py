@@ -1,7 +1,5 @@
 """Phi-4 multimodal: embeds images and audio."""
 
-from __future__ import annotations
-
 from mgpu_pipe.families.family import Family
 
 FAMILY = Family(stages=None)

@@ -1,7 +1,5 @@
-"""phimoe."""
-
-from __future__ import annotations
+"""Phi-MoE: no expert parallelism, for its router draws lots in training."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages())

@@ -1,7 +1,5 @@
-"""stablelm."""
-
-from __future__ import annotations
+"""StableLM."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages())
+FAMILY = Family(packing="positions", stages=Stages())

@@ -1,7 +1,5 @@
-"""xglm."""
-
-from __future__ import annotations
+"""XGLM."""
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(stages=Stages(norm="layer_norm"))
+FAMILY = Family(packing="mask", stages=Stages(norm="layer_norm"))

@@ -18,6 +18,7 @@ from mgpu_pipe.families.config_source import (
     package_folder,
     rope_parameter_names,
 )
+from mgpu_pipe.families.find import family_of
 from mgpu_pipe.models.folder import read_config_json
 
 SET_ELSEWHERE = {
@@ -28,13 +29,9 @@ SET_ELSEWHERE = {
     "name_or_path": "use model.path",
 }
 """Fields of every configuration class that this program sets by a key of its own."""
-WIDTH_IS_HEADS = {"gpt2", "llama", "mistral", "mixtral", "qwen2"}
-"""Types whose head size, where it is not given, is hidden_size / num_attention_heads."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""
-NEEDED = {"xmod": ("default_language", "give the language of the text, e.g. en_XX")}
-"""Fields that a forward pass of a family needs and that have no default."""
 PRIMITIVES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (float, int),
@@ -86,9 +83,8 @@ def check_model_config(model: ModelConfig) -> None:
         settings = model.config.items()
         errors = [error for name, value in settings for error in _check_field(model_type, known, name, value)]
         fields = resolved_fields(model)
-        needed, fix = NEEDED.get(model_type, ("", ""))
-        if needed and fields.get(needed) is None:
-            errors.append(ConfigError(f"model.config.{needed}", None, fix))
+        needs = family_of(model_type).needs.items()
+        errors += [ConfigError(f"model.config.{name}", None, fix) for name, fix in needs if fields.get(name) is None]
         errors += [] if errors else _check_heads(fields, known.attribute_map)
     errors += [] if errors else _check_sizes(resolved_fields(model), model)
     if errors:
@@ -164,7 +160,7 @@ def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> lis
     if isinstance(key_value, int) and _positive(key_value) and heads % key_value:
         reason = f"does not divide {heads_key}={heads}"
         errors.append(ConfigError(key_value_key, key_value, f"use a divisor of {heads}", reason))
-    derived = fields["model_type"] in WIDTH_IS_HEADS and not fields.get("head_dim")
+    derived = family_of(fields["model_type"]).width_is_heads and not fields.get("head_dim")
     if derived and isinstance(width, int) and width % heads:
         reason = f"not a multiple of {heads_key}={heads}"
         errors.append(ConfigError(width_key, width, f"use {max(width // heads, 1) * heads}", reason))

@@ -2,7 +2,7 @@
 
 Positions restart with every document. Most families of transformers read the boundaries from that and build the
 block-diagonal mask themselves (``masking_utils.find_packed_sequence_indices``), as long as they get no attention mask
-and no cache; a few need the mask from here (:mod:`mgpu_pipe.models.attention`).
+and no cache; a few need the mask from here (:func:`block_diagonal_mask`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.models.attention import FLASH, document_isolation
+from mgpu_pipe.families.family import FLASH
+from mgpu_pipe.families.find import document_isolation
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.family import SequencePlan, Style
 from mgpu_pipe.models.stage_placeholders import is_removed
-from mgpu_pipe.models.tensor_plans import SequencePlan, Style
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients

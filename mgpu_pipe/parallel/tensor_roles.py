@@ -1,13 +1,16 @@
-"""Which modules of a model tensor parallelism cuts, and how; the tables are :mod:`mgpu_pipe.models.tensor_plans`."""
+"""Which modules of a model tensor parallelism cuts, and how: transformers' own plan, and the families' files."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from torch import nn
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.tensor_plans import OWN_PLANS, SEQUENCE_PLANS, STYLES, SequencePlan, Style
+from mgpu_pipe.families.brought import STYLES
+from mgpu_pipe.families.family import SequencePlan, Style
+from mgpu_pipe.families.find import families_with, family_of
 
 KEY_VALUE = ("k_proj", "v_proj")
 """Layers cut by key-value heads, of which there may be fewer than ranks."""
@@ -23,8 +26,11 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
     """
     modules = dict(model.named_modules())
     found: dict[str, Style] = {}
+    own: dict[str, Mapping[str, Style]] = {}
+    for model_type in {_model_type(module) for module in modules.values() if hasattr(module, "config")}:
+        own.update(family_of(model_type).modules)
     for name, module in modules.items():
-        for child, style in OWN_PLANS.get(type(module).__name__, {}).items():
+        for child, style in own.get(type(module).__name__, {}).items():
             if isinstance(getattr(module, child, None), nn.Module):
                 found[f"{name}.{child}" if name else child] = style
     names = [*modules, *(name for name, _ in model.named_parameters())]
@@ -54,13 +60,14 @@ def sequence_plan(model: nn.Module) -> SequencePlan:
     Raises:
         ConfigError: a family without a plan for sequence parallelism.
     """
-    plan = SEQUENCE_PLANS.get(_model_type(model))
+    plan = family_of(_model_type(model)).sequence
     if plan is None:
         raise ConfigError(
             "strategy.sequence_parallel",
             True,
             "use strategy.sequence_parallel=false",
-            f"the {_model_type(model)} family has no plan for it; these have: {', '.join(sorted(SEQUENCE_PLANS))}",
+            f"the {_model_type(model)} family has no plan for it; these have: "
+            + ", ".join(families_with(lambda family: family.sequence)),
         )
     return plan
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.families.config_source import ConfigClass, config_class
+from mgpu_pipe.families.find import family_of
 from mgpu_pipe.models.fields import config_fields, is_noise, model_types, resolved_fields
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.topology import ParallelDims
@@ -33,8 +34,6 @@ LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rop
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-HEADS_TOGETHER = {"codegen": 4}
-"""Heads whose queries, keys and values lie together in a fused projection."""
 STATES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("mamba_d_state", "ssm_state_size", "state_size"), 8),
     (("mamba_chunk_size", "chunk_size"), 8),
@@ -115,7 +114,7 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     cut = dims.tp * dims.cp if key_value % (dims.tp * dims.cp) == 0 else dims.tp
     if heads % key_value == 0 and key_value % cut == 0:
         ratio = heads // key_value
-        key_value = _multiple(lcm(cut, HEADS_TOGETHER.get(str(fields.get("model_type")), 1)), min(key_value, 2))
+        key_value = _multiple(lcm(cut, family_of(str(fields.get("model_type"))).heads_together), min(key_value, 2))
         heads = key_value * ratio
     # Not where a model merely looks it up: its other sizes may rest on width / heads.
     has_head_dim = isinstance(fields.get("head_dim"), int)

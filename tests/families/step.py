@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.models.attention import document_isolation
+from mgpu_pipe.families.find import document_isolation
 from mgpu_pipe.models.build import build_meta, materialise, model_config
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective

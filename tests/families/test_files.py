@@ -24,9 +24,9 @@ def test_each_file_names_a_model_type_and_is_found(name: str) -> None:
 
 
 def test_a_family_without_a_file_is_what_transformers_says_of_it() -> None:
-    assert "olmo2" not in FILES
-    assert family_of("olmo2") == Family()
-    assert stages_of("olmo2") == Stages("embed_tokens", "layers", "norm")
+    assert "apertus" not in FILES
+    assert family_of("apertus") == Family()
+    assert stages_of("apertus") == Stages("embed_tokens", "layers", "norm")
     assert stages_of("gpt_neox") == Stages("embed_in", "layers", "final_layer_norm", after_embedding=("emb_dropout",))
     assert stages_of("mamba") is None
 

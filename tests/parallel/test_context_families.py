@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mgpu_pipe.families.find import families_with
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.context_checks import BY_INTERFACE
 from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.parallel.context import apply_context_parallel, context_of
@@ -55,6 +55,6 @@ def both(families: list[str]) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_every_family_that_is_offered() -> None:
-    for errors in run_processes(2, both, sorted(BY_INTERFACE)):
+    for errors in run_processes(2, both, families_with(lambda family: family.context)):
         print(sorted(errors.items(), key=lambda entry: -entry[1])[:12])
         assert {name: error for name, error in errors.items() if not error < 1e-5} == {}

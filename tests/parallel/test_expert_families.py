@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.families.find import families_with, family_of
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.models.experts import EXPERT_FAMILIES
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.parallel.expert import apply_expert_parallel
@@ -27,6 +27,8 @@ from tests.support.experts import (
 from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.slow
+
+FAMILIES = families_with(lambda family: family.experts)
 
 FIELDS = {
     "vocab_size": 96,
@@ -67,7 +69,7 @@ def tiny(family: str) -> ModelConfig:
     fields = {name: value for name, value in FIELDS.items() if name in known}
     if "kv_lora_rank" in known:
         fields = {**{name: value for name, value in fields.items() if name != "head_dim"}, **LATENT}
-    return ModelConfig(name=family, type=family, config={**fields, EXPERT_FAMILIES[family]: 4})
+    return ModelConfig(name=family, type=family, config={**fields, family_of(family).experts: 4})
 
 
 def _compared(families: list[str]) -> dict[str, tuple[float, str, int]]:
@@ -88,8 +90,8 @@ def _compared(families: list[str]) -> dict[str, tuple[float, str, int]]:
 
 @pytest.mark.slow
 def test_every_family_gives_the_gradients_of_one_process() -> None:
-    for result in run_processes(2, _compared, sorted(EXPERT_FAMILIES)):
-        assert set(result) == set(EXPERT_FAMILIES)
+    for result in run_processes(2, _compared, FAMILIES):
+        assert set(result) == set(FAMILIES)
         for family, (error, name, cut) in result.items():
             assert error < 1, (family, name, error)
             assert cut >= 2, family

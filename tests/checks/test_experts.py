@@ -8,27 +8,22 @@ import sys
 import pytest
 from transformers import AutoConfig
 
+from mgpu_pipe.checks.experts import expert_count, expert_parallel_errors, router_loss_errors
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.models.experts import (
-    BALANCED_FAMILIES,
-    EXPERT_FAMILIES,
-    expert_count,
-    expert_parallel_errors,
-    router_loss_errors,
-)
+from mgpu_pipe.families.find import families_with, family_of
 from mgpu_pipe.models.fields import resolved_fields
 
 
-@pytest.mark.parametrize("family", sorted(EXPERT_FAMILIES))
+@pytest.mark.parametrize("family", families_with(lambda family: family.experts))
 def test_each_family_brings_a_plan_and_says_how_many_experts_it_has(family: str) -> None:
     config = AutoConfig.for_model(family)
     assert "ep_dispatch_experts" in config.base_model_ep_plan.values()
     fields = resolved_fields(ModelConfig(name=family, type=family))
-    assert expert_count(fields, family) == getattr(config, EXPERT_FAMILIES[family])
+    assert expert_count(fields, family) == getattr(config, family_of(family).experts)
 
 
 def test_balanced_families_are_among_them() -> None:
-    assert set(EXPERT_FAMILIES) >= BALANCED_FAMILIES
+    assert all(family_of(name).experts for name in families_with(lambda family: family.softmax_routers))
 
 
 def said(model_type: str, ep: int, fields: dict[str, int], sizes: list[int] | None = None) -> str:
@@ -66,5 +61,5 @@ def test_a_balance_loss_wants_routers_that_take_a_softmax() -> None:
 
 
 def test_nothing_here_imports_torch() -> None:
-    code = "import sys, mgpu_pipe.models.experts; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, mgpu_pipe.checks.experts; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mgpu_pipe.checks.packing import check_packing
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.attention import BY_MASK, BY_POSITION_IDS, check_packing
+from mgpu_pipe.families.find import families_with
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.packed_text import block_diagonal_mask, forward_kwargs
 from tests.models.tiny import tiny_model
@@ -23,8 +24,9 @@ def packed_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "position_ids": torch.stack(positions)}
 
 
-ALL = sorted(BY_POSITION_IDS | BY_MASK)
-EAGER = ["llama", "gpt2", "qwen3", "mixtral", *sorted(BY_MASK)]
+ALL = families_with(lambda family: family.packing != "none")
+BY_MASK = families_with(lambda family: family.packing == "mask")
+EAGER = ["llama", "gpt2", "qwen3", "mixtral", *BY_MASK]
 
 
 @pytest.mark.parametrize(

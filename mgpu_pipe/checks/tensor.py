@@ -1,102 +1,13 @@
-"""What tensor parallelism can cut of each family, and the sizes it takes; needs no torch.
-
-Plans are transformers' own (``base_model_tp_plan`` of a configuration class) and, for families that bring none, this
-project's. :mod:`mgpu_pipe.parallel.tensor_roles` applies the same tables to a model.
-"""
+"""The sizes that tensor parallelism takes of each family. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.brought import brought_plan
-from mgpu_pipe.models.axes import axes_of
-
-Style = Literal["column", "row", "packed", "own_heads", "experts"]
-"""``column`` and ``row`` parallel; ``packed``: columns of several fused matrices; ``own_heads``: whole on every rank,
-each of which applies it to its own heads; ``experts``: a module that calls cut experts."""
-
-STYLES: Mapping[str, Style | None] = {
-    "colwise": "column",
-    "rowwise": "row",
-    "packed_colwise": "packed",
-    "replicated_with_grad_allreduce": "own_heads",
-    "moe_tp_experts": "experts",
-    # These two come in pairs around what cannot be cut: whole on every rank they compute the same.
-    "colwise_gather_output": None,
-    "rowwise_split_input": None,
-    "replicate": None,
-    "embedding_rowwise": None,
-}
-"""transformers' names; None leaves a module whole (the vocabulary is cut by :mod:`mgpu_pipe.parallel.vocabulary`)."""
-
-_ATTENTION: dict[str, Style] = {"q_proj": "column", "k_proj": "column", "v_proj": "column"}
-_FC: dict[str, Style] = {"fc1": "column", "fc2": "row"}
-OWN_PLANS: Mapping[str, Mapping[str, Style]] = {
-    "GPT2Attention": {"c_attn": "packed", "q_attn": "column", "c_proj": "row"},
-    "GPT2MLP": {"c_fc": "column", "c_proj": "row"},
-    "CLIPAttention": {**_ATTENTION, "out_proj": "row"},
-    "CLIPMLP": _FC,
-    "SiglipAttention": {**_ATTENTION, "out_proj": "row"},
-    "SiglipMLP": _FC,
-    "ViTAttention": {**_ATTENTION, "o_proj": "row"},
-    "ViTMLP": _FC,
-    "Wav2Vec2Attention": {**_ATTENTION, "out_proj": "row"},
-    "Wav2Vec2FeedForward": {"intermediate_dense": "column", "output_dense": "row"},
-    "WhisperAttention": {**_ATTENTION, "out_proj": "row"},
-    "WhisperEncoderLayer": _FC,
-    "WhisperDecoderLayer": _FC,
-    "LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"},
-}
-"""By a module's class, so that they hold wherever it is part of a larger model."""
-OWN_FAMILIES = frozenset(
-    [
-        "gpt2",
-        "clip",
-        "clip_vision_model",
-        "clip_text_model",
-        "siglip",
-        "siglip_vision_model",
-        "siglip_text_model",
-        "vit",
-        "wav2vec2",
-        "whisper",
-        "llava",
-    ]
-)
-"""Families of which those classes are the blocks."""
-
-
-UNCUT_FAMILIES = frozenset(["doge", "inkling2_text"])
-"""Families whose own plan does not give what one process computes: Doge's masks have weights for each head, Inkling 2
-has a norm inside its embedding."""
-
-
-@dataclass(frozen=True)
-class SequencePlan:
-    """Where a family's sequence is split: between the embeddings, which are only scaled or added to, and the norm."""
-
-    blocks: str = "layers"
-    norm: str = "norm"
-    addends: tuple[str, ...] = ()
-    """Embeddings that are added to the tokens' own."""
-
-
-SEQUENCE_PLANS: Mapping[str, SequencePlan] = {
-    "gpt2": SequencePlan("h", "ln_f", ("wpe",)),
-    **{family: SequencePlan() for family in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")},
-}
-
-
-def has_tensor_plan(model_type: str) -> bool:
-    """Whether tensor parallelism can cut the family."""
-    if model_type in UNCUT_FAMILIES:
-        return False
-    styles = brought_plan(model_type, "base_model_tp_plan").values()
-    cuts = any(STYLES.get(style) in ("column", "packed") for style in styles)
-    return model_type in OWN_FAMILIES or (cuts and all(style in STYLES for style in styles))
+from mgpu_pipe.families.brought import STYLES, brought_plan
+from mgpu_pipe.families.find import axes_of, families_with, family_of, has_tensor_plan
 
 
 def tensor_parallel_errors(
@@ -122,13 +33,14 @@ def tensor_parallel_errors(
     limits = list(_limits(fields, model_type))
     fits = [size for size in range(1, _largest(fields, tp) + 1) if all(fit(size) for _, fit in limits)]
     errors = [ConfigError("strategy.tp", tp, f"use one of {fits}", what) for what, fit in limits if not fit(tp)]
-    if sequence_parallel and model_type not in SEQUENCE_PLANS:
+    if sequence_parallel and family_of(model_type).sequence is None:
         errors.append(
             ConfigError(
                 "strategy.sequence_parallel",
                 True,
                 "use strategy.sequence_parallel=false",
-                f"the {model_type} family has no plan for it; these have: {', '.join(sorted(SEQUENCE_PLANS))}",
+                f"the {model_type} family has no plan for it; these have: "
+                + ", ".join(families_with(lambda family: family.sequence)),
             )
         )
     elif sequence_parallel and seq_len % tp:
@@ -152,7 +64,7 @@ def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, C
         for name, style in brought_plan(model_type, "base_model_tp_plan").items()
         if STYLES[style] is not None
     }
-    own = model_type in OWN_FAMILIES
+    own = bool(family_of(model_type).modules)
     heads = _size(fields, "num_attention_heads")
     if heads and (own or "q_proj" in cut):
         yield f"it does not divide the {heads} attention heads", _divides(heads)

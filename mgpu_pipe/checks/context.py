@@ -7,13 +7,8 @@ from typing import Any
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.config_source import ConfigClass, config_class
-from mgpu_pipe.models.attention import BY_POSITION_IDS
-from mgpu_pipe.models.axes import axes_of
+from mgpu_pipe.families.find import axes_of, families_with, family_of
 
-OWN_ATTENTION = frozenset(["gpt_neo"])
-"""Families that do not look their attention function up by name."""
-BY_INTERFACE = BY_POSITION_IDS - OWN_ATTENTION
-"""Families whose attention can run over several ranks and whose positions are an input."""
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -29,13 +24,13 @@ def context_parallel_errors(
     """
     if cp == 1:
         return []
-    if model_type not in BY_INTERFACE:
+    if not family_of(model_type).context:
         return [
             ConfigError(
                 "strategy.cp",
                 cp,
                 f"use strategy.cp=1 (the axes for it are {axes_of(model_type)}), or a model of "
-                f"{', '.join(sorted(BY_INTERFACE))}",
+                f"{', '.join(families_with(lambda family: family.context))}",
                 f"attention of the {model_type} family cannot run over several ranks",
             )
         ]

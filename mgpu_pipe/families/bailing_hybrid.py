@@ -1,0 +1,5 @@
+"""Bailing hybrid."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(experts="num_experts")

@@ -1,0 +1,5 @@
+"""CLIP."""
+
+from mgpu_pipe.families.family import FC, OUT_PROJ, Family
+
+FAMILY = Family(modules={"CLIPAttention": OUT_PROJ, "CLIPMLP": FC})

@@ -1,0 +1,5 @@
+"""Cohere."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(packing="positions")

@@ -1,0 +1,5 @@
+"""Cohere 2."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(packing="positions")

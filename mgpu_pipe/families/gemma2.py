@@ -1,0 +1,5 @@
+"""Gemma 2."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(packing="positions")

@@ -1,0 +1,5 @@
+"""Laguna."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(experts="num_experts")

@@ -1,0 +1,5 @@
+"""Llama."""
+
+from mgpu_pipe.families.family import Family, SequencePlan
+
+FAMILY = Family(packing="positions", sequence=SequencePlan(), width_is_heads=True)

@@ -1,0 +1,7 @@
+"""Mixtral."""
+
+from mgpu_pipe.families.family import Family, SequencePlan
+
+FAMILY = Family(
+    packing="positions", sequence=SequencePlan(), experts="num_local_experts", softmax_routers=True, width_is_heads=True
+)

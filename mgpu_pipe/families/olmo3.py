@@ -1,0 +1,5 @@
+"""OLMo 3."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(packing="positions")

@@ -1,0 +1,5 @@
+"""Phi."""
+
+from mgpu_pipe.families.family import Family
+
+FAMILY = Family(packing="positions")
