@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,10 @@ from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord
 from mgpu_pipe.checkpoint.integrity import Verify, hashing_pool, read_state
 from mgpu_pipe.checkpoint.manifest import Manifest, read_manifest
 from mgpu_pipe.checkpoint.ruined import ruined_steps
+from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, parse_yaml
 from mgpu_pipe.errors import CheckpointError, RunFolderError
-
-
-@dataclass(frozen=True)
-class Step:
-    """A committed step as it was found."""
-
-    step: int
-    folder: Path
-    saved: float | None
-    """When its manifest was written, in seconds since the epoch; None where there is none."""
-    nbytes: int
-    """Bytes on the disk."""
-    faults: tuple[str, ...]
-    """Everything wrong with it, each naming file and, where bytes were read, chunk; empty if it is whole."""
-    state: Mapping[str, Any] = field(default_factory=dict)
-    """Content of state.json, as far as it can be read."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration it was saved under, as written (nothing of the environment), as far as it can be read."""
-
-    ruined: bool = False
-    """No finite step followed it (see ``checkpoint.ruined``)."""
-
-    @property
-    def whole(self) -> bool:
-        return not self.faults
-
-    def metric(self, name: str) -> float | None:
-        value = _mapping(self.state.get("metrics")).get(name)
-        return float(value) if isinstance(value, (int, float)) else None
 
 
 def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
@@ -90,26 +61,26 @@ def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
         verify: ``full`` hashes every chunk of every file, ``size`` looks at the files' sizes.
     """
     if folder.is_symlink():
-        return Step(step, folder, None, 0, (layout.is_a_link(folder),))
+        return Step(step, folder, (layout.is_a_link(folder),))
     try:
         saved = (folder / layout.MANIFEST).stat().st_mtime if (folder / layout.MANIFEST).is_file() else None
         nbytes = sum(file.lstat().st_size for file in folder.iterdir() if file.is_file())
     except OSError as error:
-        return Step(step, folder, None, 0, (f"{folder}: cannot be read ({error.strerror})",))
+        return Step(step, folder, (f"{folder}: cannot be read ({error.strerror})",))
     config = _config(folder)
     try:
         manifest = read_manifest(folder)
         if manifest.step != step:
             raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
     except CheckpointError as error:
-        return Step(step, folder, saved, nbytes, (str(error),), {}, config)
+        return Step(step, folder, (str(error),), saved, nbytes, config=config)
     faults = file_faults(folder, manifest, verify)
     state: dict[str, Any] = {}
     try:
         state = read_state(folder, manifest, "off")
     except CheckpointError as error:
         faults = faults or [str(error)]
-    return Step(step, folder, saved, nbytes, tuple(faults), state, config, step in ruined_steps(folder.parent))
+    return Step(step, folder, tuple(faults), saved, nbytes, state, config, step in ruined_steps(folder.parent))
 
 
 def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:

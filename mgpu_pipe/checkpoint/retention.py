@@ -76,7 +76,7 @@ def prune(
     """
     if keep_last == 0:
         return []
-    steps = [info.step for info in list_steps(root, verify="size") if info.valid]
+    steps = [info.step for info in list_steps(root, verify="size") if info.whole]
     ruined = ruined_steps(root)
     steps = [step for step in steps if (newest is None or step <= newest) and step not in ruined]
     staying = kept(steps, keep_last, keep_every, best_steps, followed_before)

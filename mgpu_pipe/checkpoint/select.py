@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.integrity import Verify, check_folder, read_state
 from mgpu_pipe.checkpoint.ruined import ruined_steps
+from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """A committed step: its folder, whether it is whole, and what is wrong with it if it is not."""
-
-    step: int
-    path: Path
-    valid: bool
-    reason: str = ""
-
-
-def inspect(folder: Path, verify: Verify, step: int | None = None) -> CheckpointInfo:
-    """Check a step's folder.
+def inspect(folder: Path, verify: Verify, step: int | None = None) -> Step:
+    """Check a step's folder, up to the first fault.
 
     Args:
         verify: ``full`` hashes every byte; ``size`` looks at the manifest and the files' sizes; ``off`` at the
@@ -41,11 +31,11 @@ def inspect(folder: Path, verify: Verify, step: int | None = None) -> Checkpoint
         if step is not None and manifest.step != step:
             raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
     except CheckpointError as error:
-        return CheckpointInfo(-1 if step is None else step, folder, False, str(error))
-    return CheckpointInfo(manifest.step, folder, True)
+        return Step(-1 if step is None else step, folder, (str(error),))
+    return Step(manifest.step, folder)
 
 
-def list_steps(root: Path, verify: Verify = "size") -> list[CheckpointInfo]:
+def list_steps(root: Path, verify: Verify = "size") -> list[Step]:
     """Every committed step under a ``checkpoints`` folder, in ascending order; none if there is no such folder."""
     return [inspect(path, verify, step) for step, path in layout.committed(root).items()]
 
@@ -55,7 +45,7 @@ def newest_valid(
     on_corruption: Literal["fallback", "stop"] = "fallback",
     verify: Verify = "full",
     before: int | None = None,
-) -> CheckpointInfo | None:
+) -> Step | None:
     """The newest step that is whole; None if there is none.
 
     A damaged step is named in a warning (file and chunk) and the one before it is tried. A step that no finite step
@@ -73,16 +63,16 @@ def newest_valid(
         if before is not None and step >= before:
             continue
         info = inspect(path, verify, step)
-        if info.valid and step not in ruined:
+        if info.whole and step not in ruined:
             if last_resort is not None:
                 _log.warning("checkpoint of step %d is left out: the step after it was not finite", last_resort.step)
             return info
-        if info.valid:
+        if info.whole:
             last_resort = last_resort or info
             continue
         if on_corruption == "stop":
-            raise CheckpointError(f"{info.reason}; set checkpoint.on_corruption=fallback to take the step before it")
-        _log.warning("checkpoint of step %d is left out: %s", step, info.reason)
+            raise CheckpointError(f"{info.faults[0]}; set checkpoint.on_corruption=fallback to take the step before it")
+        _log.warning("checkpoint of step %d is left out: %s", step, info.faults[0])
     return last_resort
 
 
@@ -108,8 +98,8 @@ def resolve_source(
         if name is not None and name[1] in (layout.PARTIAL, layout.DELETING):
             raise CheckpointError(f"{key}={source}: is an unfinished checkpoint; give a committed step-* folder")
         info = inspect(path, verify, name[0] if name else None)
-        if not info.valid:
-            raise CheckpointError(f"{key}={source}: {info.reason}; give another step or the run's folder")
+        if not info.whole:
+            raise CheckpointError(f"{key}={source}: {info.faults[0]}; give another step or the run's folder")
         return path
     layout.refuse_links(path)
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path

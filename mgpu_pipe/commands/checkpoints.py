@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from mgpu_pipe.checkpoint import inventory, layout
-from mgpu_pipe.checkpoint.inventory import Step
 from mgpu_pipe.checkpoint.retention import best, followed, kept
+from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
 from mgpu_pipe.config.paths import RunPaths
@@ -130,9 +130,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     pair = [_one_step(arguments.first), _one_step(arguments.second)]
     for number, one in zip(("first ", "second"), pair, strict=True):
-        lines(f"{number}  {relative_to_cwd(one.folder)}")
+        lines(f"{number}  {relative_to_cwd(one.path)}")
     kinds = ("model",) if arguments.weights else layout.KINDS
-    comparison = compare_tensors(pair[0].folder, pair[1].folder, kinds)
+    comparison = compare_tensors(pair[0].path, pair[1].path, kinds)
     apart = [one for one in comparison.differing if not one.relative <= arguments.tolerance]
     comparison.equal += len(comparison.differing) - len(apart)
     comparison.differing = apart
@@ -204,7 +204,7 @@ def _delete(root: Path, one: Step) -> None:
         layout.delete(root, one.step)
     except OSError as error:
         raise RunFolderError(
-            f"{one.folder}: cannot be deleted ({error.strerror}); see to the folder's permissions"
+            f"{one.path}: cannot be deleted ({error.strerror}); see to the folder's permissions"
         ) from error
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mgpu_pipe.checkpoint.compare import Comparison
-    from mgpu_pipe.checkpoint.inventory import Step
+    from mgpu_pipe.checkpoint.step import Step
 
 LONGEST_TABLE = 30
 """Differing tensors that are shown."""

@@ -7,7 +7,6 @@ may be missing or broken; what is broken is named in :attr:`RunView.problems`.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from mgpu_pipe.checkpoint import layout
+from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import (
@@ -31,18 +32,8 @@ from mgpu_pipe.report import redact
 from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.newest import find_runs, is_run_folder
 
-STEP_FOLDER = re.compile(r"step-(\d+)")
 WARM_UP_ROWS = 2
 """Rows left out of the median throughput: the first steps compile and fill caches."""
-
-
-@dataclass(frozen=True)
-class CheckpointView:
-    """One step folder: whether its manifest is there, and its size in GiB."""
-
-    step: int
-    complete: bool
-    size_gib: float
 
 
 @dataclass
@@ -56,7 +47,7 @@ class RunView:
     environment: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    checkpoints: list[CheckpointView] = field(default_factory=list)
+    checkpoints: list[Step] = field(default_factory=list)
     error: str = ""
     problems: list[str] = field(default_factory=list)
 
@@ -234,14 +225,15 @@ def _first_error(paths: RunPaths, problems: list[str]) -> str:
     return str(errors[0].get("message", "")) if errors else ""
 
 
-def _checkpoints(root: Path) -> list[CheckpointView]:
-    found = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        named = STEP_FOLDER.fullmatch(folder.name)
-        if named and folder.is_dir():
-            size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-            found.append(CheckpointView(int(named[1]), (folder / "manifest.json").is_file(), size / 2**30))
-    return found
+def _checkpoints(root: Path) -> list[Step]:
+    """Every step's folder and its size; one without a manifest is not whole."""
+    steps = []
+    for step, suffix, path in layout.folders(root):
+        if suffix == "" and path.is_dir():
+            nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+            faults = () if (path / layout.MANIFEST).is_file() else ("it has no manifest",)
+            steps.append(Step(step, path, faults, nbytes=nbytes))
+    return steps
 
 
 def _names_the_run(text: str) -> bool:

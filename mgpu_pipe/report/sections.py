@@ -197,7 +197,7 @@ def _memory(view: RunView) -> dict[str, Any]:
 
 def _checkpoint_table(view: RunView) -> dict[str, Any] | None:
     state = {True: "complete", False: "incomplete, never used"}
-    rows = [[f"{found.step:,}", numbers.gibibytes(found.size_gib), state[found.complete]] for found in view.checkpoints]
+    rows = [[f"{one.step:,}", numbers.gibibytes(one.nbytes / 2**30), state[one.whole]] for one in view.checkpoints]
     return {"names": ["step", "size", "state"], "rows": rows} if rows else None
 
 

@@ -130,7 +130,7 @@ def check(folder: Path, step: int, expected: Tensors) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.valid]
+    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.whole]
 
 
 def test_the_values_are_those_of_the_saves_step_though_training_goes_on(tmp_path: Path) -> None:

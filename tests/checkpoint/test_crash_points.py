@@ -55,7 +55,7 @@ def found_seed(run: Path) -> int | None:
     """The seed of what loading takes, every value of it compared; fails where any step that has its name is damaged."""
     steps = list_steps(run / "checkpoints", "full")
     for info in steps:
-        assert info.valid, info.reason
+        assert info.whole, info.faults
     if not steps:
         return None
     reader = CheckpointReader(steps[-1].path)

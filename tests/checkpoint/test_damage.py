@@ -53,17 +53,17 @@ def test_a_flipped_bit_anywhere_is_found(name: str, folder: Path) -> None:
     for position in {0, 9, size // 2, size - 1}:
         flip_bit(folder / name, position)
         info = inspect(folder, "full")
-        assert not info.valid and name in info.reason, position
+        assert not info.whole and name in info.faults[0], position
         flip_bit(folder / name, position)
-    assert inspect(folder, "full").valid
+    assert inspect(folder, "full").whole
 
 
 def test_a_damaged_chunk_is_named_when_it_is_read_and_only_then(folder: Path) -> None:
     flip_bit(folder / MODEL, CHUNK_BYTES + 5)
     with pytest.raises(CheckpointError, match=rf"{MODEL}: chunk 1 of 2 \(from byte {CHUNK_BYTES}\) is damaged"):
         _read(folder)
-    assert "chunk 1 of 2" in inspect(folder, "full").reason
-    assert inspect(folder, "size").valid
+    assert "chunk 1 of 2" in inspect(folder, "full").faults[0]
+    assert inspect(folder, "size").whole
     _read(folder, "size")
     rows = LocalShard(TensorSlice("embed.weight", (0, 0), (9, 512)), (2100, 512), torch.zeros(9, 512))
     CheckpointReader(folder).read([rows], "model")
@@ -123,7 +123,7 @@ def test_the_manifest_of_another_step_is_told_apart(folder: Path, tmp_path: Path
         CheckpointReader(folder)
     with pytest.raises(CheckpointError, match="step is 3, the manifest says 4"):
         CheckpointReader(folder, "off")
-    assert "its manifest is of step 4" in inspect(tmp_path / "checkpoints" / "step-00000004", "full", 5).reason
+    assert "its manifest is of step 4" in inspect(tmp_path / "checkpoints" / "step-00000004", "full", 5).faults[0]
 
 
 def _tensor(manifest: dict[str, Any]) -> dict[str, Any]:

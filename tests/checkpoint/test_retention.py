@@ -29,7 +29,7 @@ def _save(root: Path, step: int) -> None:
 
 
 def _steps(root: Path) -> list[int]:
-    return [info.step for info in list_steps(root) if info.valid]
+    return [info.step for info in list_steps(root) if info.whole]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def _newest(root: Path, verify: str = "full") -> int | None:
 def test_the_newest_step_is_taken(root: Path) -> None:
     found = newest_valid(root)
     assert found is not None and found.path == root / "step-00000030"
-    assert [(info.step, info.valid) for info in list_steps(root)] == [(10, True), (20, True), (30, True)]
+    assert [(info.step, info.whole) for info in list_steps(root)] == [(10, True), (20, True), (30, True)]
 
 
 def test_clocks_do_not_decide(root: Path) -> None:
@@ -70,7 +70,7 @@ def test_damage_of_several_steps_falls_back_past_them(root: Path) -> None:
     assert _newest(root, "size") == 10
     shutil.rmtree(root / "step-00000010")
     assert _newest(root) is None
-    assert [(info.step, info.valid) for info in list_steps(root)] == [(20, False), (30, False)]
+    assert [(info.step, info.whole) for info in list_steps(root)] == [(20, False), (30, False)]
 
 
 @pytest.mark.parametrize("suffix", [".partial", ".deleting", ".tmp", "x"])

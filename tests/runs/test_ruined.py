@@ -36,7 +36,7 @@ def sound(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.valid]
+    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.whole]
 
 
 @pytest.mark.parametrize(

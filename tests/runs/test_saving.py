@@ -65,7 +65,7 @@ def waiting(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.valid]
+    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.whole]
 
 
 def compare(folder: Path, waiting: Path) -> None:
