@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.commands import Verb
-from mgpu_pipe.errors import EXIT_OK, concealed
+from mgpu_pipe.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.compose import Composition
@@ -19,24 +19,12 @@ def check(words: list[str]) -> int:
     def job(composition: Composition) -> int:
         config = checked(composition)
         from mgpu_pipe.report.overview import overview
+        from mgpu_pipe.report.tables import print_rows
 
-        _print_rows(overview(config))
+        print_rows(overview(config))
         return EXIT_OK
 
     return composed("check", DESCRIPTION, words, job)
-
-
-def _print_rows(rows: list[tuple[str, str]]) -> None:
-    """Two columns, the second wrapped to the terminal's width."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, concealed(text))
-    Console(highlight=False, markup=False, emoji=False).print(table)
 
 
 VERB = Verb("say what would run, or what is wrong with it; start nothing", check, composes=True)

@@ -14,11 +14,9 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import MgpuError
-from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.planner.parameters import count_parameters
 from mgpu_pipe.runs.continue_line import this_program
 from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
-from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.topology import ParallelDims
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -28,18 +26,11 @@ if TYPE_CHECKING:
 def print_before(
     config: RunConfig, prepared: Prepared, environment: Mapping[str, object], world: int | None = None
 ) -> None:
-    """The table before training: model, topology, batch arithmetic, data.
+    """What the run will be, of ``world`` processes; None takes the configured number."""
+    from mgpu_pipe.report.overview import summary
+    from mgpu_pipe.report.tables import print_rows
 
-    Args:
-        world: processes of the run; None takes the configured number.
-    """
-    from mgpu_pipe.report.tables import before_table
-
-    dims = ParallelDims.resolve(config.strategy, world or world_size(config))
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    count = count_parameters(resolved_fields(config.model))
-    parameters = None if count is None else count.total
-    before_table(config, prepared, plan, dims, parameters, _device(config, environment))
+    print_rows(summary(config, world, prepared, _device(config, environment)), config.run.name)
     sys.stdout.flush()
 
 

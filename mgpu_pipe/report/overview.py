@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.planner.parameters import count_parameters
+from mgpu_pipe.report import numbers
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.samples import Prepared
 
 NAMES_WIDTH = len("checkpoint") + 2
 """Columns that the rows' names take."""
@@ -19,27 +24,43 @@ NAMES_WIDTH = len("checkpoint") + 2
 
 def overview(config: RunConfig) -> list[tuple[str, str]]:
     """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors."""
-    world = world_size(config)
-    dims = ParallelDims.resolve(config.strategy, world)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    engine = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
-    pipeline: list[str] = []
+    dims, plan = _sizes(config, None)
+    details = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
     if config.strategy.engine == "mesh" and dims.pp > 1:
         room = shutil.get_terminal_size().columns - NAMES_WIDTH
-        pipeline = _pipeline(config, dims, plan, max(40, room))
+        details += [("pipeline", line) for line in _pipeline(config, dims, plan, max(40, room))]
+    rows = summary(config)
+    after = 1 + [name for name, _ in rows].index("strategy")
+    run = config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"
+    return [*rows[:after], *details, *rows[after:], ("run", run)]
+
+
+def summary(
+    config: RunConfig, world: int | None = None, prepared: Prepared | None = None, hardware: str = ""
+) -> list[tuple[str, str]]:
+    """Rows that say what a run will be.
+
+    Args:
+        world: processes of the run; None takes the configured number.
+        prepared: its data; None where none was prepared (``check``).
+        hardware: in words, e.g. ``2 CPU cores, 1 thread each`` or ``8 x NVIDIA H200``.
+    """
+    dims, plan = _sizes(config, world)
     return [
         ("model", _model(config)),
-        ("data", _data(config)),
-        ("strategy", _strategy(config, dims, world)),
-        *engine,
-        *[("pipeline", line) for line in pipeline],
+        ("data", _data(config, prepared)),
+        ("strategy", _strategy(config, dims, hardware)),
         ("batch", _batch(config, plan)),
-        ("steps", _steps(config)),
+        ("steps", _steps(config, prepared)),
         ("optimizer", _optimizer(config)),
         ("precision", _precision(config)),
         ("checkpoint", _checkpoint(config)),
-        ("run", config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"),
     ]
+
+
+def _sizes(config: RunConfig, world: int | None) -> tuple[ParallelDims, BatchPlan]:
+    dims = ParallelDims.resolve(config.strategy, world or world_size(config))
+    return dims, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
 
 
 def _model(config: RunConfig) -> str:
@@ -56,7 +77,7 @@ def _millions(count: int) -> str:
     return f"{count / 10**6:.1f}M" if count >= 10**6 else f"{count / 10**3:.0f}k"
 
 
-def _data(config: RunConfig) -> str:
+def _data(config: RunConfig, prepared: Prepared | None) -> str:
     data = config.data
     source = data.source if data.source in DATA_SOURCES else f"{data.source} (plug-in)"
     where = f" {', '.join(data.paths)}" if data.paths else ""
@@ -66,16 +87,19 @@ def _data(config: RunConfig) -> str:
         share = f"{100 * data.validation_fraction:.3g}%"
         held_out = f"{share} of the documents held out" if data.validation_fraction else ""
     packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
-    parts = [f"{source}{where}", f"{data.seq_len} tokens a sample, {packing}", held_out]
+    amounts = [f", {numbers.count(number)} {what}" for number, what in prepared.amounts()] if prepared else []
+    if prepared:
+        held_out = f"{prepared.train_samples:,} samples to train on, {prepared.validation_samples:,} held out"
+    parts = [f"{source}{where}{''.join(amounts)}", f"{data.seq_len} tokens a sample, {packing}", held_out]
     return "; ".join(part for part in parts if part)
 
 
-def _strategy(config: RunConfig, dims: ParallelDims, world: int) -> str:
-    device = "GPU" if device_type(config) == "cuda" else "CPU"
+def _strategy(config: RunConfig, dims: ParallelDims, hardware: str) -> str:
+    world, device = dims.world_size, "GPU" if device_type(config) == "cuda" else "CPU"
     processes = f"{world} {device} process{'es' if world > 1 else ''}"
     nodes = f" on {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
     shown = f": {dims.describe()}" if world > 1 else ""
-    return f"{config.strategy.name}, {processes}{nodes}{shown}"
+    return f"{config.strategy.name}, {processes}{nodes}{shown}{f' on {hardware}' if hardware else ''}"
 
 
 def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
@@ -85,10 +109,10 @@ def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int
     from mgpu_pipe.report.pipeline_picture import schedule_lines
 
     chosen = config.strategy.pipeline
-    held = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
+    stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
     costs = layer_costs(model_fields(config), config.data.seq_len)
-    layers = stage_layers(costs, sum(map(len, held)), chosen.layers or None)
-    ranks = {stage: rank for rank, stages in enumerate(held) for stage in stages}
+    layers = stage_layers(costs, sum(map(len, stages_of_ranks)), chosen.layers or None)
+    ranks = {stage: rank for rank, stages in enumerate(stages_of_ranks) for stage in stages}
     contents = stage_contents(costs, layers, [ranks[stage] for stage in range(len(layers))])
     return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents, chosen.stages_per_rank, width)
 
@@ -101,21 +125,26 @@ def _batch(config: RunConfig, plan: BatchPlan) -> str:
     )
 
 
-def _steps(config: RunConfig) -> str:
-    trainer = config.trainer
-    if trainer.max_steps is None:
+def _steps(config: RunConfig, prepared: Prepared | None) -> str:
+    trainer, steps, a_step = config.trainer, config.trainer.max_steps, config.data.global_batch_size
+    if steps is None and prepared:
+        steps = (trainer.max_epochs or 1) * prepared.train_samples // a_step
+    if steps is None:
         return f"{trainer.max_epochs} epochs"
-    tokens = trainer.max_steps * config.data.global_batch_size * config.data.seq_len
+    epochs = ""
+    if prepared and prepared.train_samples:
+        epochs = f", {numbers.figure(steps * a_step / prepared.train_samples, 3)} epochs"
     every = trainer.val_every_n_steps
     evaluated = "at the end" if every is None else f"every {every} steps"
-    return f"{trainer.max_steps:,} ({tokens:,} tokens), evaluated {evaluated}"
+    return f"{steps:,} ({steps * a_step * config.data.seq_len:,} tokens{epochs}), evaluated {evaluated}"
 
 
 def _optimizer(config: RunConfig) -> str:
     optimizer, scheduler = config.optimizer, config.scheduler
     warmup = f" after {scheduler.warmup_steps} steps of warm-up" if scheduler.warmup_steps else ""
-    name = optimizer._target_.rpartition(".")[2]
-    return f"{name}, lr {optimizer.lr:g} {scheduler.name}{warmup}, weight decay {optimizer.weight_decay:g}"
+    name, clip = optimizer._target_.rpartition(".")[2], config.trainer.gradient_clip_val
+    clipped = "" if clip is None else f", gradient norm clipped to {clip:g}"
+    return f"{name}, lr {optimizer.lr:g} {scheduler.name}{warmup}, weight decay {optimizer.weight_decay:g}{clipped}"
 
 
 def _precision(config: RunConfig) -> str:

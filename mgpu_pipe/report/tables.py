@@ -1,4 +1,4 @@
-"""Tables on standard output: what a run will do, what it reached, and several runs side by side.
+"""Tables on standard output: what a run reached, and several runs side by side.
 
 They stay readable at 80 columns and without a terminal. Names and model text are shown as they are: nothing of
 them is taken for rich's markup. rich is imported when a table is printed.
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.errors import concealed
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.run_view import RunView, differing, exponential, load_run, number
@@ -22,39 +21,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.config.schema import RunConfig
-    from mgpu_pipe.data.samples import Prepared
-    from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 LONGEST_SAMPLE = 600
 """Characters of a generated text that are shown."""
-
-
-def before_table(
-    config: RunConfig,
-    prepared: Prepared | None,
-    plan: BatchPlan,
-    dims: ParallelDims,
-    parameters: int | None,
-    device: str,
-) -> None:
-    """Print what is about to run: model, topology, batch arithmetic, data, optimisation.
-
-    Args:
-        prepared: the tokenised data; None where none was prepared (``check``).
-        parameters: of the whole model; None where it is not known.
-        device: the hardware in words, e.g. ``2 CPU cores`` or ``8 x NVIDIA H200``.
-    """
-    rows = [
-        ("model", _model_line(config, parameters)),
-        ("topology", f"{dims.describe()}{_and_processes(dims.world_size)} on {device}"),
-        ("strategy", f"{config.strategy.name} ({config.strategy.engine}), {resolve_precision(config)}"),
-        ("batch", _batch_line(config, plan)),
-        ("data", _data_line(config, prepared)),
-        ("training", _training_line(config, prepared)),
-        ("optimizer", _optimizer_line(config)),
-    ]
-    _print_pairs(config.run.name, rows)
 
 
 def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = None) -> None:
@@ -74,7 +43,7 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
         ("wall time", numbers.duration(number(summary.get("wall_s")))),
     ]
     paths = {"checkpoint": str(summary.get("checkpoint") or ""), **(more or {})}
-    _print_pairs("result", [row for row in rows if row[1] != numbers.MISSING])
+    print_rows([row for row in rows if row[1] != numbers.MISSING], "result")
     _print_perplexity(summary)
     _print_samples(summary)
     for name, value in paths.items():
@@ -147,54 +116,6 @@ def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
     return None, ""
 
 
-def _model_line(config: RunConfig, parameters: int | None) -> str:
-    kind = config.model.type or config.model.path or ""
-    size = f", {numbers.count(parameters)} parameters" if parameters else ""
-    return f"{config.model.name}{f' ({kind})' if kind and kind != config.model.name else ''}{size}"
-
-
-def _batch_line(config: RunConfig, plan: BatchPlan) -> str:
-    tokens = plan.global_batch_size * config.data.seq_len
-    processes = _many(plan.data_parallel_size, "process", "processes")
-    micro = _many(plan.num_micro_batches, "micro-batch", "micro-batches")
-    return (
-        f"{plan.global_batch_size} samples = {processes} x {micro} x {plan.micro_batch_size}; "
-        f"{config.data.seq_len} tokens each, {tokens:,} tokens a step"
-    )
-
-
-def _data_line(config: RunConfig, prepared: Prepared | None) -> str:
-    if prepared is None:
-        return f"{config.data.source}, not prepared yet"
-    amounts = [f"{numbers.count(number)} {what}" for number, what in prepared.amounts()]
-    return (
-        f"{', '.join([config.data.source, *amounts])}; "
-        f"{prepared.train_samples:,} samples to train on, {prepared.validation_samples:,} held out"
-    )
-
-
-def _training_line(config: RunConfig, prepared: Prepared | None) -> str:
-    steps = config.trainer.max_steps
-    if prepared is not None and steps is None and config.trainer.max_epochs is not None:
-        steps = config.trainer.max_epochs * prepared.train_samples // config.data.global_batch_size
-    if steps is None:
-        return _many(config.trainer.max_epochs or 1, "epoch", "epochs")
-    samples = steps * config.data.global_batch_size
-    text = f"{steps:,} steps, {numbers.count(samples * config.data.seq_len)} tokens"
-    if prepared is None or not prepared.train_samples:
-        return text
-    return f"{text}, {numbers.figure(samples / prepared.train_samples, 3)} epochs"
-
-
-def _optimizer_line(config: RunConfig) -> str:
-    clip = config.trainer.gradient_clip_val
-    warmup = f", {config.scheduler.warmup_steps} warm-up steps" if config.scheduler.warmup_steps else ""
-    return (
-        f"{config.optimizer._target_.rpartition('.')[2]}, lr {config.optimizer.lr:g}, {config.scheduler.name}{warmup}"
-        f"{'' if clip is None else f', gradient norm clipped to {clip:g}'}"
-    )
-
-
 def _print_perplexity(summary: Mapping[str, Any]) -> None:
     metrics, data = _mapping(summary.get("metrics")), _mapping(summary.get("data"))
     reached, unigram = number(metrics.get("val/perplexity")), number(data.get("unigram_perplexity"))
@@ -232,19 +153,22 @@ def _print_samples(summary: Mapping[str, Any]) -> None:
         console.print(Padding(Text.assemble((printable(prompt), "bold cyan"), shown), (0, 0, 1, 2)))
 
 
-def _print_pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def print_rows(rows: Sequence[tuple[str, str]], title: str = "") -> None:
+    """Print names beside what is said of them, wrapped to the terminal's width, below a title."""
     from rich.table import Table
     from rich.text import Text
 
     table: Table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True, min_width=13)
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(Text(name), Text(printable(concealed(value))))
     console = make_console()
-    console.rule(Text(title, style="bold"), align="left", characters="─" if console.encoding == "utf-8" else "-")
+    if title:
+        console.rule(Text(title, style="bold"), align="left", characters="─" if console.encoding == "utf-8" else "-")
     console.print(table)
-    console.print()
+    if title:
+        console.print()
 
 
 def print_whole(console: Console, line: str) -> None:
@@ -272,14 +196,6 @@ def _clock(seconds: float) -> str:
         return numbers.MISSING
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def _and_processes(world_size: int) -> str:
-    return "" if world_size == 1 else f", {world_size} processes"
-
-
-def _many(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.numbers import MISSING
-from mgpu_pipe.report.tables import after_table, before_table, runs_table
-from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.report.overview import overview, summary
+from mgpu_pipe.report.tables import after_table, print_rows, runs_table
 from tests.report.fake_runs import MakeRun
 
 
@@ -37,34 +37,34 @@ def configured() -> RunConfig:
 
 
 def test_the_table_before_a_run_holds_model_topology_batch_and_data(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = BatchPlan(global_batch_size=32, data_parallel_size=2, micro_batch_size=8)
-    before_table(configured(), Prepared(), plan, ParallelDims(dp_replicate=2), 7_934_208, "2 CPU cores")  # type: ignore[arg-type]
+    config = configured()
+    config.model.name, config.model.config = "llama_small", {"vocab_size": 4096, "hidden_size": 256}
+    config.strategy.name, config.strategy.dp_replicate, config.data.micro_batch_size = "ddp", "auto", 8
+    print_rows(summary(config, 2, Prepared(), "2 CPU cores"), config.run.name)  # type: ignore[arg-type]
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
     for told in (
         "[red]quick",
-        "llama_small (llama), 7.9M parameters",
-        "dp_replicate=2, 2 processes on 2 CPU cores",
-        "32 samples = 2 processes x 2 micro-batches x 8",
-        "8,192 tokens a step",
+        "llama_small (llama), ",
+        "ddp, 2 CPU processes: dp_replicate=2 on 2 CPU cores",
+        "32 samples = 2 x 2 micro-batches x 8; 8,192 tokens a step",
         "11.5M tokens",
         "42,112 samples to train on, 256 held out",
-        "600 steps, 4.9M tokens, 0.456 epochs",
+        "600 (4,915,200 tokens, 0.456 epochs)",
         "AdamW, lr 0.0003",
+        "gradient norm clipped to 1",
     ):
         assert told in words, told
 
 
-def test_check_has_a_table_without_data_and_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_has_a_table_without_data() -> None:
     config = configured()
-    config.trainer.max_steps = None
-    before_table(config, None, BatchPlan(32, 1, 8), ParallelDims(), None, "1 x NVIDIA H200")
-    words = " ".join(capsys.readouterr().out.split())
-    assert "one process on 1 x NVIDIA H200" in words
-    assert "not prepared yet" in words
-    assert "1 epoch" in words
+    config.trainer.max_steps, config.trainer.max_epochs = None, 3
+    rows = dict(overview(config))
+    assert rows["steps"] == "3 epochs" and "held out" in rows["data"]
+    assert set(rows) - set(dict(summary(config))) == {"run"}
 
 
 def test_the_result_ends_with_perplexity_beside_the_unigram_baseline(
