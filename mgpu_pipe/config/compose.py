@@ -143,9 +143,7 @@ def preprocess_checked(
 
     def lookup(group: str) -> tuple[list[str], list[str]]:
         with composition_errors():
-            return tuple(  # type: ignore[return-value]
-                repository.get_group_options(group, kind) for kind in (ObjectType.CONFIG, ObjectType.GROUP)
-            )
+            return tuple(repository.get_group_options(group, kind) for kind in (ObjectType.CONFIG, ObjectType.GROUP))
 
     return check_overrides(arguments, lookup, multirun)
 

@@ -53,7 +53,7 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
 
 def _number(value: object) -> object:
     """JSON has no infinity: :func:`model_settings` writes it as a text."""
-    return float(value) if value in ("Infinity", "-Infinity", "NaN") else value  # type: ignore[arg-type]
+    return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 
 def require_model_settings(saved: object, live: Mapping[str, Any], folder: Path) -> None:

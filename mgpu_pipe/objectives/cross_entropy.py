@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         # Not rounded to bf16, which would put every gradient off by one factor of up to 0.2%: torch multiplies a bf16
         # tensor by a 0-dim float32 one in float32 and rounds once.

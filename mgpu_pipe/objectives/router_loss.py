@@ -137,7 +137,7 @@ class RouterLoss:
         Args:
             scale: the loss scale, which multiplies all gradients.
         """
-        result: torch.Tensor = _Attached.apply(output, self.sequence_sum(labels), scale * self._per_sequence)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _Attached.apply(output, self.sequence_sum(labels), scale * self._per_sequence)
         return result
 
     def _watch(self, number: int):  # type: ignore[no-untyped-def]
@@ -156,7 +156,7 @@ class RouterLoss:
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         for group in self._groups:
-            values = _SummedOverRanks.apply(values, group)  # type: ignore[no-untyped-call]
+            values = _SummedOverRanks.apply(values, group)
         return values
 
 

@@ -52,7 +52,7 @@ class _SequenceToHeads(torch.autograd.Function):
         return tuple(sequence_to_heads(tensors, group))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *heads_to_sequence(gradients, ctx.group)
 
 
@@ -63,7 +63,7 @@ class _HeadsToSequence(torch.autograd.Function):
         return heads_to_sequence([tensor], group)[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, sequence_to_heads([gradient], ctx.group)[0]
 
 
@@ -82,7 +82,7 @@ class _BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         gradients = Gradients(query, key, value)
         gradients.take(grad_out, query, key, value, out, lse, ctx.blocks, ctx.scale)

@@ -72,7 +72,7 @@ def apply_expert_parallel(
     layouts: dict[str, Layout] = {}
     for name, module in found.items():
         layouts.update(_cut_experts(name, module, group))
-        module.forward = _dispatching(module, group, sliced)  # type: ignore[method-assign]
+        module.forward = _dispatching(module, group, sliced)
     add_layouts(model, layouts)
     return found
 
@@ -139,7 +139,7 @@ def _dispatching(
         return gathered_slices(combined, rows, sliced) if sliced is not None else combined
 
     # Splits are known when it runs only, so there is nothing to trace.
-    return torch.compiler.disable(forward)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.compiler.disable(forward)
 
 
 def _run_local(forward: Callable[..., Any], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -135,14 +135,14 @@ class _Return(torch.autograd.Function):
 def to_experts(tokens: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """The rows for this rank's experts, (rows received, width), of this rank's ``tokens``, (tokens, width), and the
     others'. Rows come by source rank, then by expert, then by token. A collective call, also in the backward pass."""
-    result: torch.Tensor = _Dispatch.apply(tokens, exchange)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Dispatch.apply(tokens, exchange)
     return result
 
 
 def from_experts(outputs: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """The experts' outputs for this rank's assignments, (tokens * top_k, width), from ``outputs`` in the order of
     :func:`to_experts`. A collective call, also in the backward pass."""
-    result: torch.Tensor = _Return.apply(outputs, exchange)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Return.apply(outputs, exchange)
     return result
 
 
@@ -185,12 +185,12 @@ def _padded(own: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Ten
 def own_slice(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's part of ``rows``, which all ranks of ``group`` hold alike. In the backward pass a collective call:
     every rank gets the gradient of all rows, as what lies before is computed by every rank alike."""
-    result: torch.Tensor = _Slice.apply(rows, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Slice.apply(rows, group)
     return result
 
 
 def gathered_slices(own: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
     """All ``rows`` rows from every rank's :func:`own_slice`. A collective call. The gradient, equal on all ranks, is
     not summed: each rank takes its part of it."""
-    result: torch.Tensor = _Gather.apply(own, rows, group)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Gather.apply(own, rows, group)
     return result

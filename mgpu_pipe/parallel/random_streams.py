@@ -87,7 +87,7 @@ class RankStreams:
         def leave(_: nn.Module, __: object) -> None:
             self.use(outside[-1])
 
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        module.forward = forward
         for layer in enters:
             layer.register_forward_hook(enter)
         for layer in leaves:

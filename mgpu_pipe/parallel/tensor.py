@@ -307,8 +307,8 @@ class TensorParallel:
             experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence)
             if self.streams is not None:
                 # Tokens are whole in the block, where its router draws, and every expert's width is cut.
-                block.forward = self.streams.within(False, block.forward)  # type: ignore[method-assign]
-                experts.forward = self.streams.within(True, experts.forward)  # type: ignore[method-assign]
+                block.forward = self.streams.within(False, block.forward)
+                experts.forward = self.streams.within(True, experts.forward)
 
     # -- vocabulary and sequence --------------------------------------------------------------------------------
 

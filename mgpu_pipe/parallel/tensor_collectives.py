@@ -63,7 +63,7 @@ class _SumForward(torch.autograd.Function):
         return all_reduce_sum(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -74,7 +74,7 @@ class _SumBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce_sum(grad, ctx.group), None
 
 
@@ -85,7 +85,7 @@ class _DivideBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad / ctx.divisor, None
 
 
@@ -96,7 +96,7 @@ class _GatherSequence(torch.autograd.Function):
         return all_gather_sequence(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         take = reduce_scatter_sequence if ctx.partial_gradient else slice_sequence
         return take(grad, ctx.group), None, None
 
@@ -108,23 +108,23 @@ class _SplitSequence(torch.autograd.Function):
         return reduce_scatter_sequence(x, group) if partial else slice_sequence(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_gather_sequence(grad, ctx.group), None, None
 
 
 def sum_forward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum of the ranks' partial results; the gradient, which is whole on every rank, passes as it is."""
-    return _SumForward.apply(x, group)  # type: ignore[no-any-return]
+    return _SumForward.apply(x, group)
 
 
 def sum_backward(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``x`` itself, which every rank holds; its gradient is the sum of the ranks' partial ones."""
-    return _SumBackward.apply(x, group)  # type: ignore[no-any-return]
+    return _SumBackward.apply(x, group)
 
 
 def divide_backward(x: torch.Tensor, divisor: int) -> torch.Tensor:
     """``x`` itself; its gradient is divided, so that summing it over ranks that hold all of it counts it once."""
-    return _DivideBackward.apply(x, divisor)  # type: ignore[no-any-return]
+    return _DivideBackward.apply(x, divisor)
 
 
 def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup, partial_gradient: bool) -> torch.Tensor:
@@ -134,9 +134,9 @@ def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup, partial_gradient:
         partial_gradient: what follows runs on a part of the weights, so that the ranks' gradients are to be summed
             (reduce-scatter); else it is the same computation on every rank, and each keeps its part of the gradient.
     """
-    return _GatherSequence.apply(x, group, partial_gradient)  # type: ignore[no-any-return]
+    return _GatherSequence.apply(x, group, partial_gradient)
 
 
 def split_sequence(x: torch.Tensor, group: dist.ProcessGroup, partial: bool) -> torch.Tensor:
     """This rank's part of the sequence, of the sum of ``x`` over the ranks if ``partial``, else of ``x``."""
-    return _SplitSequence.apply(x, group, partial)  # type: ignore[no-any-return]
+    return _SplitSequence.apply(x, group, partial)

@@ -67,7 +67,7 @@ class _GatheredLinear(torch.autograd.Function):
         return F.linear(whole, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         split, weight = ctx.saved_tensors
         want_whole, _, want_weight, want_bias = ctx.needs_input_grad[:4]
         rows = grad.flatten(0, -2)
@@ -109,7 +109,7 @@ class ColumnRegion:
                 self._shared.close()
                 self._shared = None
 
-        module.forward = forward  # type: ignore[method-assign, assignment]
+        module.forward = forward
 
     def column(self, layer: nn.Module) -> None:
         """Make ``layer``, a child of the region whose weight is cut already, use the region's input."""
@@ -124,10 +124,10 @@ class ColumnRegion:
                 return result
             gathered: torch.Tensor = _GatheredLinear.apply(
                 x, shared.split, layer.weight, layer.bias, transposed, shared
-            )  # type: ignore[assignment]
+            )
             return gathered
 
-        layer.forward = forward  # type: ignore[method-assign, assignment]
+        layer.forward = forward
 
 
 def column_parallel_alone(layer: nn.Module, group: dist.ProcessGroup) -> None:
@@ -147,7 +147,7 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
         total = split_sequence(partial, group, partial=True) if split else sum_forward(partial, group)
         return total if bias is None else total + bias
 
-    layer.forward = forward  # type: ignore[method-assign, assignment]
+    layer.forward = forward
 
 
 def experts_parallel(
@@ -174,19 +174,19 @@ def experts_parallel(
     def experts_forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         weights = sum_backward(weights, group)
         if is_split():  # summed with the whole block's result and input
-            return plain_experts(hidden, chosen, weights)  # type: ignore[no-any-return]
+            return plain_experts(hidden, chosen, weights)
         return sum_forward(plain_experts(sum_backward(hidden, group), chosen, weights), group)
 
     def block_forward(hidden_states: torch.Tensor) -> torch.Tensor:
         if not is_split():
-            return plain_block(hidden_states)  # type: ignore[no-any-return]
+            return plain_block(hidden_states)
         return split_sequence(plain_block(gather_sequence(hidden_states, group, True)), group, partial=True)
 
     def count_once(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return (divide_backward(args[0], group.size()), *args[1:]) if is_split() else None
 
-    experts.forward = experts_forward  # type: ignore[method-assign, assignment]
+    experts.forward = experts_forward
     if sequence is not None:
         assert router is not None
-        block.forward = block_forward  # type: ignore[method-assign, assignment]
+        block.forward = block_forward
         router.register_forward_pre_hook(count_once)

@@ -50,7 +50,7 @@ class VocabularyShard:
 
         What follows must be the same on every rank: each keeps its range of the gradient.
         """
-        return _GatherVocabulary.apply(logits, self)  # type: ignore[no-any-return]
+        return _GatherVocabulary.apply(logits, self)
 
 
 def shard_of(head: nn.Module) -> VocabularyShard | None:
@@ -71,7 +71,7 @@ class _GatherVocabulary(torch.autograd.Function):
         return torch.cat([part[..., : b - a] for part, (a, b) in zip(parts, ranges, strict=True)], dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad[..., slice(*ctx.range)], None
 
 

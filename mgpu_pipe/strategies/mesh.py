@@ -277,7 +277,7 @@ class MeshStrategy(EngineStrategy):
 
         def forward(*args: Any, **inputs: Any) -> Any:
             batch = self.objective.sampling_batch(*args, **inputs)
-            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary)[:, None])  # type: ignore[arg-type]
+            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary)[:, None])
 
         return forward
 

@@ -159,7 +159,7 @@ class ParallelModel:
                 )
                 for module in experts if self.streams is not None else []:
                     assert self.streams is not None
-                    module.forward = self.streams.within(True, module.forward)  # type: ignore[method-assign]
+                    module.forward = self.streams.within(True, module.forward)
         if dims.cp > 1:
             apply_context_parallel(model, self._groups["cp"], options.context_method, self._objective.batch_spec)
         # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.

@@ -113,7 +113,7 @@ def optimizer_factory(
         if not takes_decay:
             parameters = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         try:
-            return cls(parameters, **kwargs)  # type: ignore[no-any-return]
+            return cls(parameters, **kwargs)
         except REFUSALS as error:
             reason = f"it refuses its options or this model's parameters: {' '.join(str(error).split())}"
             raise ConfigError(

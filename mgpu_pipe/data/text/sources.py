@@ -68,7 +68,7 @@ def _plug_in(name: str) -> Callable[[RunConfig], Iterable[str]]:
     if not callable(found):
         fix = "register a function that takes the configuration and yields texts"
         raise ConfigError("data.source", name, fix, f"the entry point names a {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _unknown(name: str) -> ConfigError:
