@@ -41,11 +41,12 @@ def followed(steps: Sequence[int], before: int | None = None) -> Sequence[int]:
     return steps[:-1] if before is None else [step for step in steps if step < before]
 
 
-def best(metrics: Mapping[int, float | None], count: int) -> list[int]:
-    """The ``count`` steps with the lowest metric, the best first; of equals the earlier. Steps without it do not
-    count.
+def best(metrics: Mapping[int, float | None], count: int, highest: bool = False) -> list[int]:
+    """The ``count`` steps with the lowest metric (or the highest), the best first; of equals the earlier. Steps
+    without it do not count.
     """
-    ranked = sorted((value, step) for step, value in metrics.items() if value is not None)
+    sign = -1 if highest else 1
+    ranked = sorted((sign * value, step) for step, value in metrics.items() if value is not None)
     return [step for _, step in ranked[:count]]
 
 

@@ -107,7 +107,7 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
                 "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect",
             )
         )
-    if flash and strategy.sequence_parallel and dims.ep > 1 and config.objective.router_aux_loss:
+    if flash and strategy.sequence_parallel and dims.ep > 1 and getattr(config.objective, "router_aux_loss", False):
         errors.append(
             ConfigError(
                 "model.attn_implementation",

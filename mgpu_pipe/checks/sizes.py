@@ -53,9 +53,8 @@ def _router_errors(config: RunConfig) -> list[BadInputError]:
     from mgpu_pipe.checks.experts import router_loss_errors
 
     model_type = model_fields(config).get("model_type")
-    if not model_type or not config.objective.router_aux_loss:
-        return []
-    return list(router_loss_errors(str(model_type), config.objective.router_aux_loss))
+    coefficient = getattr(config.objective, "router_aux_loss", 0.0)
+    return list(router_loss_errors(str(model_type), coefficient)) if model_type and coefficient else []
 
 
 def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:

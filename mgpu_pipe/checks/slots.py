@@ -8,6 +8,7 @@ from typing import Any
 from mgpu_pipe.checks.callback_needs import callback_errors
 from mgpu_pipe.checks.logger_needs import logger_errors
 from mgpu_pipe.config.build import TARGET, check_target
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherits, signature
@@ -18,8 +19,6 @@ OPTIMIZER_BASE = "torch.optim.Optimizer"
 LOGGER_BASE = "pytorch_lightning.loggers.Logger"
 CALLBACK_BASE = "pytorch_lightning.Callback"
 EARLY_STOPPING = "pytorch_lightning.callbacks.EarlyStopping"
-LOGGED = ("val/loss",)
-"""What this project's objectives log for callbacks."""
 MODES = ("min", "max")
 
 OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
@@ -53,8 +52,9 @@ def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iter
     if not inherits(leaf[TARGET], EARLY_STOPPING) or config.objective.name not in OBJECTIVES:
         return
     monitor, mode = leaf["monitor"], leaf.get("mode", "min")
-    if monitor not in LOGGED:
-        yield ConfigError(f"{key}.monitor", monitor, choose_from(str(monitor), LOGGED), "no such metric")
+    logged = [metric.key for metric in description(config.objective.name).metrics]
+    if monitor not in logged:
+        yield ConfigError(f"{key}.monitor", monitor, choose_from(str(monitor), logged), "no such metric")
     if mode not in MODES:
         yield ConfigError(f"{key}.mode", mode, choose_from(str(mode), MODES))
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hardware import usable_gpus
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.runs.metrics_file import MEASURED
 
 AT_LEAST_ONE = (
     "data.seq_len",
@@ -24,7 +24,6 @@ AT_LEAST_ONE = (
     "data.synthetic.mean_length",
     "data.validation_max_samples",
     "data.tokenize_workers",
-    "objective.sample_max_new_tokens",
     "scheduler.decay_steps",
     "scheduler.total_steps",
     "checkpoint.every_n_steps",
@@ -43,8 +42,6 @@ AT_LEAST_ZERO = (
     "data.synthetic.sigma",
     "data.num_workers",
     "data.validation_fraction",
-    "objective.loss_chunk_tokens",
-    "objective.router_aux_loss",
     "optimizer.weight_decay",
     "scheduler.warmup_steps",
     "scheduler.min_lr_ratio",
@@ -114,6 +111,10 @@ def range_errors(config: RunConfig) -> list[ConfigError]:
             value = _get(config, key)
             if isinstance(value, int | float) and value < low:
                 errors.append(ConfigError(key, value, fix))
+    for field in fields(config.objective):
+        least, value = field.metadata.get("at_least"), getattr(config.objective, field.name)
+        if least is not None and isinstance(value, int | float) and value < least:
+            errors.append(ConfigError(f"objective.{field.name}", value, f"use a number of at least {least}"))
     for key in ABOVE_ZERO:
         value = _get(config, key)
         if isinstance(value, int | float) and not value > 0:
@@ -162,8 +163,9 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
         if value not in built_in and value not in plugins.registered(group):
             errors.append(ConfigError(key, value, choose_from(value, [*built_in, *plugins.registered(group)])))
     metric = config.checkpoint.best_metric
-    if metric not in MEASURED:
-        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, MEASURED), "no such metric"))
+    ranked = description(config.objective.name).ranked
+    if metric not in ranked:
+        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, ranked), "no such metric"))
     name = config.run.name
     if name in (".", "..") or "/" in name or name != name.strip():
         errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))

@@ -13,6 +13,7 @@ from mgpu_pipe.checkpoint.retention import best, followed, kept
 from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
+from mgpu_pipe.config.objective import higher_is_better
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, CheckpointError, RunFolderError, one_line
@@ -227,9 +228,10 @@ def _settings(steps: Sequence[Step]) -> CheckpointConfig:
 def _kept(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str]:
     whole = [one for one in steps if one.whole and not one.ruined]
     proved = followed([one.step for one in whole])
-    ranked = best(
-        {one.step: one.metric(settings.best_metric) for one in whole if one.step in proved}, settings.keep_best
-    )
+    values = {one.step: one.metric(settings.best_metric) for one in whole if one.step in proved}
+    objective = next((one.config.get("objective") for one in reversed(steps) if one.config), None)
+    name = objective.get("name") if isinstance(objective, Mapping) else None
+    ranked = best(values, settings.keep_best, higher_is_better(str(name), settings.best_metric))
     return kept([one.step for one in whole], settings.keep_last, settings.keep_every, ranked)
 
 

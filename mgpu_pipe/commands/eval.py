@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE ...]``: held-out loss and perplexity, weights in fp32."""
-    parser = parser_of("eval", "Held-out loss and perplexity, with the run's frozen configuration.")
+    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE ...]``: the objective's metrics on held-out data, weights in fp32."""
+    parser = parser_of("eval", "The objective's metrics on held-out data, with the run's frozen configuration.")
     takes_device(parser)
     parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="other data than the run's")
     _evaluate(parsed(parser, argv))
@@ -33,6 +34,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.data.loader import evaluation_step_batches
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.topology import BatchPlan
 
     config = _evaluation_config(run, arguments.overrides)
@@ -46,12 +48,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             "nothing is held out",
         )
     fix_rotary_length(run.model, config.data.seq_len)
-    result = evaluate_step_batches(run.model, step_batches)
-    print(f"loss        {result.loss:.6f} nats a token")
-    print(f"perplexity  {result.perplexity:.3f}")
-    if prepared.unigram_perplexity is not None:
-        print(f"unigram     {prepared.unigram_perplexity:.3f} (perplexity of the token frequencies alone)")
-    print(f"over        {result.tokens} tokens of {result.samples} held-out samples, in fp32")
+    objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
+    result = evaluate_step_batches(objective, step_batches)
+    told = objective.description
+    for metric in told.metrics:
+        value = result.metrics.get(metric.key, math.nan)
+        shown = f"{100 * value:.2f}%" if metric.percent else f"{value:.{metric.digits}f}"
+        print(f"{metric.name:<12}{shown} {metric.unit}".rstrip())
+        baseline = None if metric.baseline is None else getattr(prepared, metric.baseline, None)
+        if baseline is not None:
+            print(f"unigram     {baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)")
+    print(f"over        {result.counted} {told.counts} of {result.samples} held-out samples, in fp32")
     print(f"weights     {run.source}")
 
 
@@ -103,4 +110,4 @@ def _same_tokenizer(one: Path | None, other: Path) -> bool:
     return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
 
 
-VERB = Verb("held-out loss and perplexity of a run", evaluate, section="data")
+VERB = Verb("what a run reaches on held-out data", evaluate, section="data")

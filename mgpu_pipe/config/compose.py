@@ -14,7 +14,7 @@ from mgpu_pipe.config import hydra_node, resolvers
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import plain_values
 from mgpu_pipe.config.plugins import installed_modules_alone
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 if TYPE_CHECKING:
@@ -193,7 +193,9 @@ def register() -> None:
         Plugins.instance()
     hydra_node.install_guard()
     resolvers.register()
-    ConfigStore.instance().store(name=SCHEMA_NODE, node=to_plain(RunConfig()), provider="mgpu_pipe")
+    # An objective's own keys are not another's, so they are no defaults; overrides bring them with ++.
+    node = {**to_plain(RunConfig()), "objective": to_plain(ObjectiveConfig())}
+    ConfigStore.instance().store(name=SCHEMA_NODE, node=node, provider="mgpu_pipe")
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mgpu_pipe.config.interpolation import MISSING, written
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.objective import description, descriptions
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
 from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
@@ -65,14 +66,16 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=None)
 def hints(cls: type) -> dict[str, Any]:
-    """The resolved type of every field of a dataclass."""
+    """The resolved type of every field of a dataclass; of the objective's section those of every objective."""
+    if cls is ObjectiveConfig:
+        return {name: hint for one in descriptions() for name, hint in get_type_hints(one.keys).items()}
     return get_type_hints(cls)
 
 
 def schema_keys(cls: type = RunConfig, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key below ``cls`` with its type; sections come before their keys."""
-    for field in dataclasses.fields(cls):
-        key, hint = _join(path, field.name), hints(cls)[field.name]
+    for name, hint in hints(cls).items():
+        key = _join(path, name)
         yield key, hint
         if dataclasses.is_dataclass(hint):
             yield from schema_keys(hint, key)  # type: ignore[arg-type]
@@ -118,6 +121,8 @@ def _join(path: str, name: object) -> str:
 
 
 def _dataclass(cls: Any, mapping: Any, path: str, errors: Errors) -> Any:
+    if cls is ObjectiveConfig:
+        cls = description(str(mapping.get("name", ObjectiveConfig.name))).keys
     types_of = hints(cls)
     given: dict[str, Any] = {}
     for name, value in mapping.items():

@@ -8,14 +8,17 @@ import inspect
 from pathlib import Path
 
 from mgpu_pipe.config import schema
+from mgpu_pipe.config.objective import descriptions
 
 
 @functools.lru_cache(maxsize=None)
 def field_documentation() -> dict[tuple[str, str], str]:
     """``(class name, field name)`` to the one line of documentation below that field."""
-    tree = ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8"))
+    classes: list[type] = [schema.RunConfig, *(one.keys for one in descriptions())]
+    files = dict.fromkeys(map(inspect.getfile, classes))
+    nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     found: dict[tuple[str, str], str] = {}
-    for node in tree.body:
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):

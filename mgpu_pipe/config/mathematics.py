@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -93,6 +94,8 @@ KINDS: dict[str, Kind] = {
 
 def kind_of(key: str) -> Kind:
     """The kind of a key of the schema, or of one below it."""
+    if key.startswith("objective.") and key not in KINDS:
+        return Kind.FIXED  # an objective's own key is its mathematics
     while key not in KINDS:
         key = key.rpartition(".")[0]
     return KINDS[key]
@@ -104,7 +107,8 @@ def mathematics_hash(config: RunConfig, length: int = HASH_LENGTH) -> str:
     It depends on what is written, so not on the values of the environment; and only on what differs from the schema's
     defaults, so that a key which a later version brings changes no run's.
     """
-    usual = _part(RunConfig(), HASHED)
+    plain = RunConfig()
+    usual = _part(replace(plain, objective=type(config.objective)(name=plain.objective.name)), HASHED)
     part = {key: value for key, value in _part(config, HASHED).items() if key not in usual or usual[key] != value}
     text = json.dumps(part, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:length]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, get_origin
+from typing import Any, cast, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 
 from mgpu_pipe.config.convert import hints, unknown_key
 from mgpu_pipe.config.hydra_keys import hydra_key_error
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -70,7 +70,7 @@ def check_overrides(
             kind = _key_kind(override.key_or_group)
             if kind == "unknown":
                 errors.append(_unknown(override, groups))
-            elif kind == "schema" and override.is_delete():
+            elif kind in ("schema", "own") and override.is_delete():
                 errors.append(_undeletable(override))
             else:
                 good.append(_as_key(override, argument, kind))
@@ -140,22 +140,24 @@ def _as_group_choice(override: Override, argument: str) -> str:
 
 
 def _key_kind(key: str) -> str:
-    """``schema`` for a key of the schema, ``free`` for one below a free-form mapping, else ``unknown``."""
-    hint: Any = RunConfig
+    """``schema`` for a key of the schema, ``own`` for one of an objective's own, ``free`` for one below a free-form
+    mapping, else ``unknown``.
+    """
+    section = hint = cast(Any, RunConfig)
     for word in key.split("."):
         if get_origin(hint) is dict:
             return "free"
         if not dataclasses.is_dataclass(hint) or word not in hints(hint):  # type: ignore[arg-type]
             return "unknown"
-        hint = hints(hint)[word]  # type: ignore[arg-type]
-    return "schema"
+        section, hint = hint, hints(hint)[word]  # type: ignore[arg-type]
+    return "own" if section is ObjectiveConfig and word != "name" else "schema"
 
 
 def _as_key(override: Override, argument: str, kind: str) -> str:
     if override.type is OverrideType.DEL:
         return argument
     bare = argument.lstrip("+")
-    return f"++{bare}" if kind == "free" or argument.startswith("++") else bare
+    return f"++{bare}" if kind in ("free", "own") or argument.startswith("++") else bare
 
 
 def _undeletable(override: Override) -> ConfigError:
@@ -163,6 +165,8 @@ def _undeletable(override: Override) -> ConfigError:
     key = override.key_or_group
     value: Any = RunConfig()
     for word in key.split("."):
+        if not hasattr(value, word):
+            return ConfigError(f"~{key}", "", f"leave it out, or set {key}=<value>", "a key cannot be deleted")
         value = getattr(value, word)
     if dataclasses.is_dataclass(value):
         first = dataclasses.fields(value)[0].name

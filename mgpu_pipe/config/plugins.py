@@ -13,6 +13,7 @@ from mgpu_pipe.errors import ConfigError
 
 DATA_GROUP = "mgpu_pipe.data"
 OBJECTIVE_GROUP = "mgpu_pipe.objectives"
+OBJECTIVE_KEYS_GROUP = "mgpu_pipe.objective_keys"
 STRATEGY_GROUP = "mgpu_pipe.strategies"
 
 DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "synthetic")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from typing_extensions import Self
+
 Auto = Literal["auto"]
 
 
@@ -92,16 +94,25 @@ class DataConfig:
 
 @dataclass
 class ObjectiveConfig:
+    """The keys of every objective; each has a subclass of its own (:mod:`mgpu_pipe.config.objective`)."""
+
     name: str = "causal_lm"
-    """causal_lm, or a name that a plug-in registers."""
-    loss_chunk_tokens: int | Auto = "auto"
-    """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
-    router_aux_loss: float = 0.0
-    """Coefficient of the routers' balance loss (mixtures of experts), per sequence; not part of train/loss."""
-    sample_prompts: list[str] = field(default_factory=list)
-    """Prompts continued after training and shown with the result."""
-    sample_max_new_tokens: int = 64
-    """Tokens a sample continues for."""
+    """causal_lm, masked_lm, or a name that a plug-in registers."""
+
+    def shrunk(self, tokens: int) -> Self:
+        """These keys in a small run of ``verify``, whose micro-batches have ``tokens`` tokens."""
+        return self
+
+    def prompts(self) -> tuple[list[str], int]:
+        """Texts to continue after training, and the tokens of each continuation."""
+        return [], 0
+
+
+def causal_lm() -> ObjectiveConfig:
+    from mgpu_pipe.config.objective import description
+
+    keys: ObjectiveConfig = description("causal_lm").keys()
+    return keys
 
 
 @dataclass
@@ -223,9 +234,9 @@ class CheckpointConfig:
     keep_every: int | None = None
     """Checkpoints whose step is a multiple of this are kept for good."""
     keep_best: int = 0
-    """Checkpoints with the lowest best_metric kept besides."""
+    """Checkpoints with the best best_metric (the lowest, unless higher is better) kept besides."""
     best_metric: str = "val/loss"
-    """Metric, lower is better, that keep_best ranks by."""
+    """Metric that keep_best ranks by."""
     async_save: bool = True
     """Write beside training, which waits only while its state is copied to host memory; false waits for the write."""
     when_busy: Literal["wait", "skip"] = "wait"
@@ -288,7 +299,7 @@ class RunConfig:
     run: RunOptions = field(default_factory=RunOptions)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    objective: ObjectiveConfig = field(default_factory=causal_lm)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)

@@ -135,7 +135,7 @@ def prepare_arrays(config: RunConfig) -> PreparedArrays:
         ConfigError: prompts are to be continued, which takes a tokenizer.
         DataError: it cannot be opened, or there is nothing to train on.
     """
-    data, prompts = config.data, config.objective.sample_prompts
+    data, prompts = config.data, config.objective.prompts()[0]
     if prompts:
         raise ConfigError("objective.sample_prompts", prompts, "use []", f"data.source={data.source} has no tokenizer")
     train, held_out = open_arrays(config, "train"), open_arrays(config, "validation")

@@ -1,20 +1,15 @@
-"""Held-out loss of a model: the exact mean over all valid tokens."""
+"""What a model reaches on held-out data: the objective's own sums, over all that counts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
-from mgpu_pipe.objectives.packed_text import forward_kwargs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.objectives.base import Objective
 
 LOGITS_BYTES = 256 << 20
 """Rows of a micro-batch go through the model together as far as their fp32 logits fit into this."""
@@ -22,49 +17,35 @@ LOGITS_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Evaluation:
-    loss: float
-    """Cross-entropy in nats a token."""
-    tokens: int
-    """Valid tokens it is the mean of."""
+    metrics: Mapping[str, float]
+    """By key, the objective's."""
+    counted: int
+    """What the loss is the mean over (valid tokens, samples)."""
     samples: int
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+    def loss(self) -> float:
+        return self.metrics.get("val/loss", math.nan)
 
 
-def evaluate_step_batches(model: PreTrainedModel, step_batches: Iterable[StepBatch]) -> Evaluation:
-    """Sum of the losses over all step batches' valid tokens, divided by their number; sums in float64.
+def evaluate_step_batches(objective: Objective, step_batches: Iterable[StepBatch]) -> Evaluation:
+    """The objective's metrics over all step batches; sums in float64.
 
     Args:
-        model: whole, on one device, in evaluation mode.
+        objective: of a model that is whole, on one device, in evaluation mode.
     """
+    model, spec = objective.model, objective.batch_spec
     device = next(model.parameters()).device
-    total, tokens, samples = 0.0, 0, 0
+    vocabulary = int(getattr(model.config.get_text_config(), "vocab_size", 1))  # type: ignore[union-attr, operator]
+    total, counted, samples = torch.zeros(objective.num_sums, dtype=torch.float64), 0, 0
     with torch.no_grad():
         for step_batch in step_batches:
             for batch in step_batch.micro_batches:
-                for rows in _row_groups(batch, model.config.get_text_config().vocab_size):
-                    inputs = {name: value.to(device) for name, value in rows.items()}
-                    total += _sum_of_losses(model, inputs)
-                    tokens += int((rows["labels"] != IGNORE_INDEX).sum())
+                together = max(1, LOGITS_BYTES // (4 * max(1, spec.length(batch)) * vocabulary))
+                for start in range(0, spec.rows(batch), together):
+                    rows = {name: value[start : start + together].to(device) for name, value in batch.items()}
+                    total += objective.evaluation_sums(rows).cpu()
+                    counted += spec.valid_targets(rows)
             samples += step_batch.num_samples
-    return Evaluation(total / tokens if tokens else math.nan, tokens, samples)
-
-
-def _sum_of_losses(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> float:
-    logits = model(**forward_kwargs(model, batch)).logits
-    losses = F.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]).float(),
-        batch["labels"].reshape(-1),
-        ignore_index=IGNORE_INDEX,
-        reduction="none",
-    )
-    return float(losses.sum(dtype=torch.float64))
-
-
-def _row_groups(batch: dict[str, torch.Tensor], vocabulary: int) -> Iterable[dict[str, torch.Tensor]]:
-    rows, length = batch["input_ids"].shape
-    together = max(1, LOGITS_BYTES // (4 * length * vocabulary))
-    for start in range(0, rows, together):
-        yield {name: value[start : start + together] for name, value in batch.items()}
+    metrics = objective.description.measured([*total.tolist(), counted]) if counted else {}
+    return Evaluation(metrics, counted, samples)

@@ -153,22 +153,20 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
 
 def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[Sample]:
     """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved."""
-    prompts = config.objective.sample_prompts
+    prompts, length = config.objective.prompts()
     if not prompts or result.status != "finished" or result.checkpoint is None:
         return []
     from mgpu_pipe.inference.generation import generate_text
     from mgpu_pipe.inference.load import load_run
 
     run = load_run(result.checkpoint, device)
-    texts = generate_text(
-        run.model, run.tokenizer(), prompts, max_new_tokens=config.objective.sample_max_new_tokens, seed=config.seed
-    )
+    texts = generate_text(run.model, run.tokenizer(), prompts, max_new_tokens=length, seed=config.seed)
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path | None) -> list[Sample]:
     """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
-    prompts = config.objective.sample_prompts
+    prompts, length = config.objective.prompts()
     if not prompts or result.status != "finished" or result.whole_model or tokenizer_folder is None:
         return []
     from mgpu_pipe.inference.generation import generate_text
@@ -177,7 +175,7 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
         result.model,
         tokenizer_folder,
         prompts,
-        max_new_tokens=config.objective.sample_max_new_tokens,
+        max_new_tokens=length,
         seed=config.seed,
         together=True,
         forward=result.sampling_forward,

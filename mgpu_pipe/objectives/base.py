@@ -12,10 +12,12 @@ import pytorch_lightning as pl
 import torch
 from typing_extensions import Self
 
+from mgpu_pipe.config.objective import Description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text, random_packed_text
 from mgpu_pipe.parallel.randomness import step_seed
 
@@ -83,8 +85,15 @@ class Objective(pl.LightningModule, ABC):
         model: the network; its ``named_parameters()`` are the names in checkpoints.
         optimizer_factory: builds the optimizer of the (already parallelised) model.
         learning_rate: the schedule, a pure function of the step, so that a resume needs no state for it.
+
+    Attributes:
+        evaluated: the metrics of the last evaluation, by key.
+        description: what code without torch knows of it.
     """
 
+    description: ClassVar[Description] = DESCRIPTION
+    num_sums: ClassVar[int] = 1
+    """Of :meth:`evaluation_sums`."""
     refused_axes: ClassVar[tuple[str, ...]] = ()
     """Of ``strategy``, those that this objective cannot be spread over."""
     samples_meet: ClassVar[bool] = False
@@ -97,7 +106,8 @@ class Objective(pl.LightningModule, ABC):
         self._optimizer_factory = optimizer_factory
         self._learning_rate = learning_rate
         self._optimizer: Any = None
-        self._evaluated: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
+        self.evaluated: dict[str, float] = {}
 
     @classmethod
     def from_config(
@@ -199,17 +209,19 @@ class Objective(pl.LightningModule, ABC):
         return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
 
     def on_validation_start(self) -> None:
-        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
+        self._sums = torch.zeros(1 + self.num_sums, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
     def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
-        assert self._evaluated is not None
+        assert self._sums is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
-        self._evaluated[:-1] += strategy.run_evaluation(step_batch)
+        self._sums[:-1] += strategy.run_evaluation(step_batch)
         # The count is the step batch's global one on every rank, so it is not summed over ranks.
-        self._evaluated[-1] += step_batch.loss_denominator
+        self._sums[-1] += step_batch.loss_denominator
 
     def on_validation_epoch_end(self) -> None:
-        assert self._evaluated is not None
+        assert self._sums is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
-        loss = float(strategy.sum_over_data(self._evaluated[:1])[0] / self._evaluated[1])
-        self.log("val/loss", torch.tensor(loss, dtype=torch.float64), logger=False, batch_size=1)
+        sums = [*strategy.sum_over_data(self._sums[:-1]).tolist(), float(self._sums[-1])]
+        self.evaluated = dict(self.description.measured(sums))
+        for key, value in self.evaluated.items():
+            self.log(key, torch.tensor(value, dtype=torch.float64), logger=False, batch_size=1)

@@ -15,6 +15,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.causal_lm_keys import CausalLMConfig
 from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.objectives.router_loss import RouterLoss
@@ -83,7 +84,7 @@ class CausalLMObjective(Objective):
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
-        chosen = config.objective
+        chosen = cast(CausalLMConfig, config.objective)
         return cls(model, optimizer_factory, learning_rate, chosen.loss_chunk_tokens, chosen.router_aux_loss)
 
     @property
@@ -180,3 +181,6 @@ def balance_losses(routed: Sequence[torch.Tensor], labels: torch.Tensor, top_k: 
                 chosen = F.one_hot(probabilities.topk(top_k).indices, experts).sum(1).float()
                 total = total + experts * (chosen.mean(0) * probabilities.mean(0)).sum() / len(routed)
     return total
+
+
+OBJECTIVE = CausalLMObjective

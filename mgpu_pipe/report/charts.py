@@ -64,14 +64,14 @@ def _loss(views: list[RunView]) -> Markup:
         ]
         return chart("Loss", [*named, *held_out], unit="train, smoothed; dots: held out", wide=True)
     view = views[0]
-    unigram = view.unigram_perplexity
+    unigram = view.baseline
     reference = ("unigram baseline", math.log(unigram)) if unigram > 0 and math.isfinite(unigram) else None
     train = [
         replace(curve, label=f"train, {curve.label}", legend="" if curve.style == "raw" else "train")
         for curve in _one(view, "train/loss", smooth=True)
     ]
     held_out = [Curve("held out", _measured(view, "val/loss"), HELD_OUT_COLOR, "dots", legend="held out")]
-    return chart("Loss", [*train, *held_out], unit="nats a token", reference=reference, wide=True)
+    return chart("Loss", [*train, *held_out], unit=view.objective.metrics[0].unit, reference=reference, wide=True)
 
 
 def _curves(views: list[RunView], column: str, smooth: bool = False) -> list[Curve]:

@@ -38,7 +38,10 @@ def fixed(number: float, decimals: int) -> str:
     return f"{number:,.{decimals}f}" if math.isfinite(number) else figure(number)
 
 
-def perplexity(number: float) -> str:
+def metric(number: float, percent: bool = False) -> str:
+    """A metric's value: a share as a percentage, else with fewer decimals the larger it is."""
+    if percent and math.isfinite(number):
+        return f"{100 * number:.2f}%"
     return fixed(number, 2 if number < 100 else 1 if number < 1000 else 0)
 
 

@@ -18,6 +18,7 @@ import yaml
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.objective import Description, description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import (
     MAX_CONFIG_BYTES,
@@ -88,16 +89,25 @@ class RunView:
         return self.final("throughput/tokens_per_s")
 
     @property
-    def perplexity(self) -> float:
-        """Of the held-out tokens, at the end."""
-        recorded, loss = number(self.of_summary("metrics", "val/perplexity")), self.final("val/loss")
-        if math.isnan(recorded):
-            return self.final("val/perplexity") if math.isnan(loss) else exponential(loss)
-        return recorded
+    def objective(self) -> Description:
+        """What the run minimised."""
+        chosen = self.config.get("objective")
+        return description(str(chosen.get("name") if isinstance(chosen, Mapping) else None))
 
     @property
-    def unigram_perplexity(self) -> float:
-        return number(self.of_summary("data", "unigram_perplexity"))
+    def headline(self) -> float:
+        """The objective's headline, at the end; what a run did not record follows from its held-out loss."""
+        metric = self.objective.headline
+        value, loss = number(self.of_summary("metrics", metric.key)), self.final("val/loss")
+        if math.isnan(value) and metric.of_loss is not None and not math.isnan(loss):
+            return metric.of_loss(loss)
+        return self.final(metric.key)
+
+    @property
+    def baseline(self) -> float:
+        """What the headline is compared with: the data's own figure, NaN where there is none."""
+        name = self.objective.headline.baseline
+        return math.nan if name is None else number(self.of_summary("data", name))
 
     @property
     def wall_s(self) -> float:
@@ -177,11 +187,6 @@ def number(value: object) -> float:
 
 def finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
-
-
-def exponential(value: float) -> float:
-    """``exp(value)``, infinite where a float cannot hold it."""
-    return math.exp(value) if not value > 709 else math.inf
 
 
 def _reach(tree: object, keys: tuple[str, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mgpu_pipe.report import numbers
@@ -62,9 +63,10 @@ def topology_text(view: RunView) -> str:
 
 def figures(view: RunView) -> list[dict[str, str]]:
     """The key figures, most telling first; what was not measured is left out."""
-    found = [_card("Held-out perplexity", numbers.perplexity(view.perplexity), baseline_text(view))]
+    objective, headline = view.objective, view.objective.headline
+    found = [_card(headline.title.capitalize(), numbers.metric(view.headline, headline.percent), baseline_text(view))]
     loss, held_out = view.final("train/loss"), view.final("val/loss")
-    found.append(_card("Held-out loss", numbers.fixed(held_out, 4), "nats a token"))
+    found.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit))
     found.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")
@@ -86,13 +88,26 @@ def figures(view: RunView) -> list[dict[str, str]]:
 
 
 def baseline_text(view: RunView) -> str:
-    """The perplexity beside the unigram baseline's."""
-    unigram, reached = view.unigram_perplexity, view.perplexity
+    """The headline beside what the data's token frequencies alone reach."""
+    unigram, reached = view.baseline, view.headline
     if math.isnan(unigram):
         return ""
     ratio = unigram / reached if reached and math.isfinite(reached) else math.nan
     better = f", {ratio:.1f}{TIMES} lower" if ratio >= 1.05 else ""
-    return f"unigram baseline {numbers.perplexity(unigram)}{better}"
+    return f"unigram baseline {numbers.metric(unigram)}{better}"
+
+
+def _headlines(views: list[RunView]) -> list[Any]:
+    """A column for each headline that there is."""
+    return [
+        (
+            metric.name.replace("_", " "),
+            [view.headline if view.objective.headline == metric else math.nan for view in views],
+            partial(numbers.metric, percent=metric.percent),
+            max if metric.higher_is_better else min,
+        )
+        for metric in dict.fromkeys(view.objective.headline for view in views)
+    ]
 
 
 def comparison(views: list[RunView]) -> dict[str, Any]:
@@ -100,7 +115,7 @@ def comparison(views: list[RunView]) -> dict[str, Any]:
     measures = [
         ("loss", [view.final("train/loss") for view in views], lambda value: numbers.fixed(value, 4), min),
         ("held-out loss", [view.final("val/loss") for view in views], lambda value: numbers.fixed(value, 4), min),
-        ("perplexity", [view.perplexity for view in views], numbers.perplexity, min),
+        *_headlines(views),
         ("tokens/s", [view.tokens_per_s for view in views], lambda value: numbers.fixed(value, 0), max),
         ("peak memory", [view.peak_gib for view in views], numbers.gibibytes, min),
         ("wall time", [view.wall_s for view in views], numbers.duration, min),

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.objective import Metric, description
 from mgpu_pipe.errors import concealed
 from mgpu_pipe.report import numbers
-from mgpu_pipe.report.run_view import RunView, differing, exponential, load_run, number
+from mgpu_pipe.report.run_view import RunView, differing, load_run, number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +28,7 @@ LONGEST_SAMPLE = 600
 
 
 def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = None) -> None:
-    """Print what a run reached, from its ``summary.json``: figures, perplexity beside the unigram baseline's, samples.
+    """Print what a run reached, from its ``summary.json``: figures, the objective's headline, samples.
 
     Args:
         more: further lines at the end, such as the report's path and how to go on.
@@ -44,7 +45,7 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
     ]
     paths = {"checkpoint": str(summary.get("checkpoint") or ""), **(more or {})}
     print_rows([row for row in rows if row[1] != numbers.MISSING], "result")
-    _print_perplexity(summary)
+    _print_headline(summary)
     _print_samples(summary)
     for name, value in paths.items():
         if value:
@@ -77,7 +78,8 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("run", overflow="fold", min_width=16)
     table.add_column("status", no_wrap=True)
-    for title in ("steps", "loss", "val loss", "ppl", "tok/s", "time"):
+    headlines = {one.short or one.name.replace("_", " "): one for one in (view.objective.headline for view in views)}
+    for title in ("steps", "loss", "val loss", *headlines, "tok/s", "time"):
         table.add_column(title, justify="right", no_wrap=True)
     alike = len({view.name for view in views}) == 1
     best, by = _best(views)
@@ -87,7 +89,7 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
             f"{view.steps:,}",
             numbers.fixed(view.final("train/loss"), 4),
             numbers.fixed(view.final("val/loss"), 4),
-            numbers.perplexity(view.perplexity),
+            *(_headline(view, metric) for metric in headlines.values()),
             numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
             _clock(view.wall_s),
         )
@@ -103,6 +105,10 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
         print_whole(console, f"{position:>{len(str(len(views)))}}  {relative_to_cwd(view.paths.root)}")
 
 
+def _headline(view: RunView, metric: Metric) -> str:
+    return numbers.metric(view.headline, metric.percent) if view.objective.headline == metric else numbers.MISSING
+
+
 def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
     """The run with the lowest held-out loss, or training loss where nothing is held out, and which of them it is.
 
@@ -116,26 +122,27 @@ def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
     return None, ""
 
 
-def _print_perplexity(summary: Mapping[str, Any]) -> None:
+def _print_headline(summary: Mapping[str, Any]) -> None:
     metrics, data = _mapping(summary.get("metrics")), _mapping(summary.get("data"))
-    reached, unigram = number(metrics.get("val/perplexity")), number(data.get("unigram_perplexity"))
-    if math.isnan(reached):
-        reached = exponential(number(metrics.get("val/loss")))
+    metric = description(str(summary.get("objective"))).headline
+    reached, unigram = number(metrics.get(metric.key)), number(data.get(metric.baseline or ""))
+    if math.isnan(reached) and metric.of_loss is not None:
+        reached = metric.of_loss(number(metrics.get("val/loss")))
     if math.isnan(reached):
         return
     from rich.table import Table
 
     table = Table(box=_box(), pad_edge=False, header_style="bold")
-    table.add_column("held-out perplexity")
+    table.add_column(metric.title)
     table.add_column("model", justify="right", style="bold green" if reached < unigram else "bold")
-    columns = [numbers.perplexity(reached)]
+    columns = [numbers.metric(reached, metric.percent)]
     if not math.isnan(unigram):
         table.add_column("unigram baseline", justify="right")
         table.add_column("ratio", justify="right")
-        columns += [numbers.perplexity(unigram), f"{numbers.figure(unigram / reached, 3)} x lower"]
+        columns += [numbers.metric(unigram), f"{numbers.figure(unigram / reached, 3)} x lower"]
         if reached >= unigram:
             columns[-1] = f"{numbers.figure(reached / unigram, 3)} x higher"
-    table.add_row("(lower is better)", *columns)
+    table.add_row(f"({'higher' if metric.higher_is_better else 'lower'} is better)", *columns)
     make_console().print(table)
 
 

@@ -19,9 +19,7 @@ from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, read_bytes
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
 
-MEASURED = ("train/loss", "train/grad_norm", "lr", "val/loss", "val/perplexity")
-"""Metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``; ``val/`` where the step was evaluated."""
-METRIC_COLUMNS = (
+STEP_COLUMNS = (
     "step",
     "train/loss",
     "train/grad_norm",
@@ -32,9 +30,9 @@ METRIC_COLUMNS = (
     "throughput/step_s",
     "throughput/mfu",
     "memory/peak_gib",
-    "val/loss",
-    "val/perplexity",
 )
+METRIC_COLUMNS = (*STEP_COLUMNS, "val/loss", "val/perplexity")
+"""Of a run of the default objective."""
 
 Number = float | int | None
 
@@ -46,20 +44,20 @@ class MetricsWriter:
 
     Args:
         path: the file; its folder exists.
-        extra: columns besides :data:`METRIC_COLUMNS`, such as a callback's metrics.
+        extra: columns besides ``columns``, such as a callback's metrics.
 
     Raises:
         RunFolderError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, extra: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path, extra: Sequence[str] = (), columns: Sequence[str] = METRIC_COLUMNS) -> None:
         self.path = path
         self.columns: list[str] = []
         self._known: frozenset[str] = frozenset()
         self._descriptor = -1
         self._descriptor_lock = threading.Lock()
         """A checkpoint that is written beside training calls :meth:`sync` from a thread of its own."""
-        self._open([*METRIC_COLUMNS, *extra])
+        self._open([*columns, *extra])
 
     def append(self, row: Mapping[str, Number]) -> None:
         """Write one row; columns that ``row`` lacks, or has None for, stay empty.

@@ -64,7 +64,9 @@ class Checkpointer:
         patience_s: float = 60.0,
         start_step: int = 0,
         before_manifest: Callable[[], None] = lambda: None,
+        highest: bool = False,
     ) -> None:
+        self._highest = highest
         self._config, self._paths, self._fixed_state = config, paths, fixed_state
         self._before_manifest, self._patience_s = before_manifest, patience_s
         # The run's last save has nothing to run beside.
@@ -203,7 +205,7 @@ class Checkpointer:
             **copy.deepcopy(strategy.state_entries()),  # written later, when training has gone on
             "step": step,
             "samples_consumed": step * self._fixed_state["global_batch_size"],
-            # JSON has no infinity: a perplexity that overflowed is left out.
+            # JSON has no infinity: a metric that overflowed is left out.
             "metrics": {name: value for name, value in metrics.items() if math.isfinite(value)},
         }
 
@@ -282,7 +284,7 @@ class Checkpointer:
         return f"the last good one is {good.path}" if good is not None else "there is none before it"
 
     def _best_steps(self, newest: int) -> list[int]:
-        """The ``keep_best`` committed steps with the lowest ``best_metric``, of those up to ``newest``.
+        """The ``keep_best`` committed steps with the best ``best_metric``, of those up to ``newest``.
 
         A metric is measured before the step's update. So a step takes a place here when a finite step followed it.
         """
@@ -295,7 +297,7 @@ class Checkpointer:
             if info.whole and info.step < before and info.step not in ruined:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
                 found[info.step] = metrics.get(self._config.best_metric)
-        return best(found, self._config.keep_best)
+        return best(found, self._config.keep_best, self._highest)
 
 
 def _warn(text: str) -> None:

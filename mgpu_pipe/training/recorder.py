@@ -17,10 +17,11 @@ import pytorch_lightning as pl
 import torch
 
 from mgpu_pipe.compat.lightning_private import evaluate_after_this_step, start_at_step, stop_after_this_step
+from mgpu_pipe.config.objective import TRAINING_METRICS
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import StepResult
-from mgpu_pipe.runs.metrics_file import MEASURED, MetricsWriter
+from mgpu_pipe.runs.metrics_file import MetricsWriter
 from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, restore_weights
 from mgpu_pipe.training.progress import Progress
 
@@ -47,6 +48,7 @@ class StepRecorder(pl.Callback):
         max_steps: the run's last (one-based) step.
         start_step: steps done before this attempt.
         writer, progress: on rank 0 only, None elsewhere.
+        ranked: metrics that a step's checkpoint keeps.
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
         reader: checkpoint to take weights and optimizer state from, once both exist.
     """
@@ -61,6 +63,7 @@ class StepRecorder(pl.Callback):
         save_last: bool,
         writer: MetricsWriter | None,
         progress: Progress | None,
+        ranked: Sequence[str] = TRAINING_METRICS,
         model_flops_utilisation: Any = None,
         reader: Any = None,
         resume_optimizer: bool = True,
@@ -72,6 +75,7 @@ class StepRecorder(pl.Callback):
         self._save_last = save_last
         self._writer = writer
         self._progress = progress
+        self._ranked = ranked
         self._mfu = model_flops_utilisation
         self._reader = reader
         self._resume_optimizer = resume_optimizer
@@ -134,9 +138,8 @@ class StepRecorder(pl.Callback):
         if result.stop or not self._evaluation_due(self.step):
             self._close_step(trainer)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loss = float(trainer.callback_metrics["val/loss"])
-        evaluated = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        evaluated = dict(pl_module.evaluated)
         self.metrics.update(evaluated)
         if self._open is not None:
             self._open.update(evaluated)
@@ -179,7 +182,7 @@ class StepRecorder(pl.Callback):
     def _close_step(self, trainer: pl.Trainer) -> None:
         assert self._open is not None
         row, self._open = self._open, None
-        self._measured = {key: row[key] for key in MEASURED if key in row}
+        self._measured = {key: row[key] for key in self._ranked if key in row}
         self.metrics.update(self._measured)
         due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
         if due:

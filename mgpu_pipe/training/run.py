@@ -17,6 +17,7 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.compat.lightning_private import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.config.build import build
 from mgpu_pipe.config.freeze import config_hash
+from mgpu_pipe.config.objective import description, higher_is_better
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
@@ -26,9 +27,10 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
 from mgpu_pipe.planner.flops import known_gpu_peak
-from mgpu_pipe.runs.metrics_file import MetricsWriter, truncate_after
+from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_after
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
@@ -110,7 +112,7 @@ def train(
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
     )
-    writer = _metrics_writer(paths, start_step) if rank == 0 else None
+    writer = _metrics_writer(paths, start_step, objective) if rank == 0 else None
     checkpointer = Checkpointer(
         config.checkpoint,
         paths,
@@ -129,6 +131,7 @@ def train(
         timeout_s=config.launch.collective_timeout,
         patience_s=config.launch.stop_timeout,
         start_step=start_step,
+        highest=higher_is_better(config.objective.name, config.checkpoint.best_metric),
         before_manifest=writer.sync if writer is not None else lambda: None,
     )
     strategy = strategy_class(config.strategy.engine).from_config(
@@ -149,6 +152,7 @@ def train(
         start_step=start_step,
         checkpointer=checkpointer,
         save_last=config.checkpoint.save_last,
+        ranked=objective.description.ranked,
         writer=writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
         model_flops_utilisation=_utilisation(model, config, device, precision, world_size),
@@ -205,10 +209,11 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _metrics_writer(paths: RunPaths, start_step: int) -> MetricsWriter:
+def _metrics_writer(paths: RunPaths, start_step: int, objective: Objective) -> MetricsWriter:
     if paths.metrics.exists():
         truncate_after(paths.metrics, start_step)
-    return MetricsWriter(paths.metrics)
+    measured = [metric.key for metric in objective.description.metrics]
+    return MetricsWriter(paths.metrics, columns=[*STEP_COLUMNS, *measured])
 
 
 def _utilisation(
@@ -275,8 +280,9 @@ def _result(
     memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
     status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
     metrics = {**recorder.metrics, **recorder.throughput()}
-    if prepared.unigram_perplexity is not None:
-        metrics["val/unigram_perplexity"] = prepared.unigram_perplexity
+    for metric in description(config.objective.name).metrics:
+        if metric.baseline is not None and getattr(prepared, metric.baseline, None) is not None:
+            metrics[f"val/{metric.baseline}"] = getattr(prepared, metric.baseline)
     checkpoint = checkpointer.last_path
     summary = {
         "status": status,
@@ -285,6 +291,7 @@ def _result(
         "world_size": dims.world_size,
         "topology": dims.as_dict(),
         "strategy": config.strategy.name,
+        "objective": config.objective.name,
         "precision": precision,
         **({"parity": STATISTICAL} if uses_dropout(model) else {}),
         "tf32": uses_tf32(config),

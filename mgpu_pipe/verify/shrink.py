@@ -72,7 +72,6 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     chosen = config.strategy.pipeline
     held = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
     stages = sum(map(len, held))
-    chunk = config.objective.loss_chunk_tokens
     small = replace(
         config,
         model=shrink_model(config.model, dims, seq_len, stages),
@@ -88,9 +87,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
             micro_batch_size=micro,
             global_batch_size=micro * num_micro * dims.data_parallel_size,
         ),
-        objective=replace(
-            config.objective, sample_prompts=[], loss_chunk_tokens=0 if chunk == 0 else max(1, micro * seq_len * 2 // 5)
-        ),
+        objective=config.objective.shrunk(micro * seq_len),
         optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, MAX_LR)),
         scheduler=_small_schedule(config.scheduler, steps),
         strategy=_sizes_filled_in(config.strategy, dims),

@@ -1,0 +1,116 @@
+"""Objectives are asked: nobody else computes a loss or a perplexity, and their keys are typed and of their own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+import mgpu_pipe
+from mgpu_pipe.config import objective, plugins
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze, load
+from mgpu_pipe.config.json_schema import json_schema
+from mgpu_pipe.config.mathematics import mathematics_hash
+from mgpu_pipe.config.objective import Description, Metric, description, higher_is_better
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.objectives.registry import objective_class
+
+COMPUTED = re.compile(r"\bcross_entropy\(|\bmath\.exp\(|log_softmax|nll_loss")
+ASKED = ("objectives/", "data/text/", "inference/generation.py")
+
+
+@dataclass
+class TiltedConfig(ObjectiveConfig):
+    name: str = "tilted"
+    tilt: float = field(default=0.5, metadata={"at_least": 0})
+    """How far."""
+
+
+TILTED = Description("tilted", TiltedConfig, (Metric("val/loss", "held-out loss"),), lambda sums: {"val/loss": sums[0]})
+
+
+@pytest.fixture
+def tilted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An objective that an installed package describes."""
+    point = EntryPoint("tilted", f"{__name__}:TILTED", plugins.OBJECTIVE_KEYS_GROUP)
+    wanted = (plugins.OBJECTIVE_KEYS_GROUP, plugins.OBJECTIVE_GROUP)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group in wanted else [])
+    caches = (objective.description,)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    from mgpu_pipe.config import convert, docs
+
+    for cache in (*caches, convert.hints, convert.all_keys, docs.field_documentation):
+        cache.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    from mgpu_pipe.config import convert, docs
+
+    for cache in (convert.hints, convert.all_keys, docs.field_documentation):
+        cache.cache_clear()
+
+
+def test_losses_are_computed_by_objectives_alone() -> None:
+    package = Path(mgpu_pipe.__file__).parent
+    told = [
+        f"{file.relative_to(package)}:{number}"
+        for file in sorted(package.rglob("*.py"))
+        if not str(file.relative_to(package)).startswith(ASKED)
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if COMPUTED.search(line)
+    ]
+    assert told == []
+
+
+def test_a_plug_ins_keys_are_typed_checked_and_documented(tilted: None, tmp_path: Path) -> None:
+    config, _ = compose(["objective.name=tilted", "objective.tilt=2"])
+    assert config.objective == TiltedConfig(tilt=2.0)
+    freeze(config, tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml").objective == TiltedConfig(tilt=2.0)
+    other, _ = compose(["objective.name=tilted", "objective.tilt=3"])
+    assert mathematics_hash(config) != mathematics_hash(other)
+    assert json_schema()["properties"]["objective"]["properties"]["tilt"]["description"] == "How far."
+    for override, told in (
+        ("objective.tilted=2", "did you mean objective.tilt?"),
+        ("objective.tilt=far", "use a number"),
+        ("objective.loss_chunk_tokens=0", "objective.loss_chunk_tokens=0: no such key"),
+    ):
+        with pytest.raises(ConfigErrors, match=re.escape(told)):
+            compose(["objective.name=tilted", override])
+
+
+def test_another_objectives_key_is_none_of_causal_language_modellings(tilted: None) -> None:
+    with pytest.raises(ConfigErrors, match=r"objective\.tilt=2: no such key"):
+        compose(["objective.tilt=2"])
+
+
+def test_every_objective_agrees_with_its_description() -> None:
+    for name in plugins.OBJECTIVES:
+        told, cls = description(name), objective_class(name)
+        assert cls.description is told and told.name == told.keys().name == name
+        assert told.metrics[0].key == "val/loss" and sum(metric.headline for metric in told.metrics) == 1
+        measured = told.measured([1.0] * (cls.num_sums + 1))
+        assert list(measured) == [metric.key for metric in told.metrics]
+
+
+def test_the_default_objective_is_causal_language_modelling() -> None:
+    assert type(RunConfig().objective) is description("causal_lm").keys
+    assert not higher_is_better("causal_lm", "val/perplexity")
+    assert description("causal_lm").measured([2.0, 4.0])["val/perplexity"] == pytest.approx(2.718281828**0.5)
+
+
+def test_descriptions_need_no_torch() -> None:
+    code = (
+        "import sys; from mgpu_pipe.config.objective import descriptions; descriptions(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
