@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mgpu_pipe.models.stage_placeholders import is_removed
 
@@ -25,18 +26,29 @@ class FsdpUnit:
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the members of its longest ``ModuleList`` of like modules.
+    """The repeated blocks of a model, in every tower (the encoder and the decoder of T5, both sides of CLIP).
 
-    Of a pipeline stage's, those that it has.
+    A tower is a ``ModuleList`` outside of all others whose members are modules of modules, and of one class or what
+    transformers marks as a block. Of a pipeline stage's, those that it has.
     """
-    longest: list[nn.Module] = []
-    length = 0
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) > length:
-            present = [member for member in module.children() if not is_removed(member)]
-            if len({type(member) for member in present}) == 1:
-                longest, length = present, len(module)
-    return longest
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            blocks = [block for block in child.children() if not is_removed(block)]
+            if isinstance(child, nn.ModuleList) and _are_alike(blocks):
+                found.extend(blocks)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def _are_alike(blocks: list[nn.Module]) -> bool:
+    composite = all(any(True for _ in block.children()) for block in blocks)
+    marked = all(isinstance(block, GradientCheckpointingLayer) for block in blocks)
+    return bool(blocks) and composite and (marked or len({type(block) for block in blocks}) == 1)
 
 
 def sharding_units(model: nn.Module) -> list[FsdpUnit]:
@@ -44,15 +56,20 @@ def sharding_units(model: nn.Module) -> list[FsdpUnit]:
 
     A plan names the input embeddings, the blocks, the last norm and the output head. The last two are one unit, for
     they run one after the other at the turn from forward to backward. Tied embeddings stay with the whole model,
-    where both of their modules see the gathered weights. A model without a plan is cut into its blocks.
+    where both of their modules see the gathered weights. Blocks that a plan does not name are units too: those of the
+    other towers, or of a model without a plan.
     """
     plan = _own_plan(model)
     modules = dict(model.named_modules())
     planned = {name: style for name, style in plan.items() if name in modules}
     matching = [modules[name] for pattern in plan if "*" in pattern for name in _matches(pattern, modules)]
     blocks = [module for module in matching if not is_removed(module)]
+    inside = {id(part) for block in blocks for part in block.modules()}
+    others = [block for block in decoder_blocks(model) if not any(id(part) in inside for part in block.modules())]
     if not blocks:
-        return [FsdpUnit((block,)) for block in decoder_blocks(model)]
+        return [FsdpUnit((block,)) for block in others]
+    order = {id(module): number for number, module in enumerate(modules.values())}
+    blocks = sorted([*blocks, *others], key=lambda block: order[id(block)])
     tied = {id(module) for module in _tied_modules(model)}
     before, kept = [], []
     for name, style in planned.items():
