@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.arrays import open_arrays
-from mgpu_pipe.data.samples import Split, random_of
+from mgpu_pipe.data.samples import random_of
 from mgpu_pipe.errors import DataError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.arrays import ArrayData
 
 
 class ArraySamples:
-    """A :class:`mgpu_pipe.data.samples.SampleSet` of the data set that ``data.source`` names."""
+    """A :class:`mgpu_pipe.data.samples.SampleSet` of the data set that ``data.source`` names.
 
-    def __init__(self, config: RunConfig, split: Split) -> None:
-        self._config, self._split = config, split
-        self.data = open_arrays(config, split)
-        self._units = self.data.valid_units
+    Args:
+        reopen: gives the same samples in another process; it can be pickled.
+    """
+
+    def __init__(self, config: RunConfig, data: ArrayData, reopen: Callable[[], ArraySamples]) -> None:
+        self._config, self._data, self._reopen = config, data, reopen
+        self._units = data.valid_units
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the set itself."""
-        return ArraySamples, (self._config, self._split)
+        return self._reopen, ()
 
     def __len__(self) -> int:
         return len(self._units)
@@ -33,7 +39,7 @@ class ArraySamples:
         return int(self._units[indices].sum())
 
     def positions(self, indices: NDArray[np.int64]) -> int:
-        return sum(self.data.positions(int(index)) for index in indices)
+        return sum(self._data.positions(int(index)) for index in indices)
 
     def padding(self, indices: NDArray[np.int64]) -> int:
         return 0
@@ -44,7 +50,7 @@ class ArraySamples:
         """
         seed = self._config.seed
         rows = [
-            {name: np.asarray(value) for name, value in self.data.sample(index, random_of(seed, number)).items()}
+            {name: np.asarray(value) for name, value in self._data.sample(index, random_of(seed, number)).items()}
             for index, number in zip(indices.tolist(), numbers.tolist(), strict=True)
         ]
         shapes = {name: value.shape for name, value in rows[0].items()}

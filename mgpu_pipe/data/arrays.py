@@ -9,8 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,11 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.plugins import DATA_GROUP, DATA_SOURCES, load, registered
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
+from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.array_samples import ArraySamples
 
 
 class ArrayData(ABC):
@@ -72,14 +76,14 @@ class PreparedArrays(Prepared):
     tokenizer_folder: Path | None = None
     unigram_perplexity: float | None = None
 
-    def open(self, config: RunConfig, split: Split) -> SampleSet:
+    def open(self, config: RunConfig, split: Split) -> ArraySamples:
         from mgpu_pipe.data.array_samples import ArraySamples
 
-        samples = ArraySamples(config, split)
+        data = open_arrays(config, split)
         expected = self.digest if split == "train" else self.validation_digest
-        if samples.data.digest != expected:
+        if data.digest != expected:
             raise DataError(f"data.source={self.source}: holds other samples than when the run began")
-        return samples
+        return ArraySamples(config, data, partial(self.open, config, split))
 
     def evaluated_samples(self) -> NDArray[np.int64]:
         return evaluated_samples(self.held_out_samples, self.validation_samples)

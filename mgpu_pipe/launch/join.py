@@ -29,9 +29,11 @@ from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.failure import follows_a_peers_end
 from mgpu_pipe.launch.live_output import LiveStream
-from mgpu_pipe.launch.resume import resume_step
+from mgpu_pipe.launch.outcome import LaunchResult
+from mgpu_pipe.launch.preparing import prepare_data
+from mgpu_pipe.launch.resume import announce_resume, resume_step
 from mgpu_pipe.launch.supervisor import Outcome
-from mgpu_pipe.launch.workers import is_stopped, open_log
+from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs.continue_line import Asked, joined_start, line_for
 from mgpu_pipe.runs.environment import describe_environment
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.data.samples import Prepared
-    from mgpu_pipe.launch.local import LaunchResult
 
 OFFER, PREPARED = "offer", "prepared"
 
@@ -55,8 +56,6 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
     Raises:
         BadInputError: the configuration does not fit the world or is not the other ranks', or the run cannot start.
     """
-    from mgpu_pipe.launch.local import LaunchResult, worker_environment
-
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
@@ -131,7 +130,6 @@ def _plan_on_rank_zero(config: RunConfig, world: World, asked: Asked, store: Sto
 
 
 def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> _SharedPlan:
-    from mgpu_pipe.launch.local import announce_resume, prepare_data
 
     paths, launch = folder.paths, _this_launch()
     folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))

@@ -6,51 +6,32 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, one_line
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.extensions import prepare_extensions
-from mgpu_pipe.launch.preparing import showing_preparation
-from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
+from mgpu_pipe.launch.outcome import LaunchResult
+from mgpu_pipe.launch.preparing import prepare_data
+from mgpu_pipe.launch.resume import announce_resume, resume_step
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan
+from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs.continue_line import Asked, line_for
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
 from mgpu_pipe.runs.lock import RunLock
-from mgpu_pipe.training.length import run_length
-
-if TYPE_CHECKING:
-    from mgpu_pipe.data.samples import Prepared
 
 WORKER = ("-m", "mgpu_pipe.launch.worker")
-LOOPBACK = Path("/sys/class/net/lo")
-
-
-@dataclass(frozen=True)
-class LaunchResult:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, the command's exit code, the run's folder.
-
-    Attributes:
-        asked_to_stop: the launcher got a stop signal, perhaps too late to stop the run.
-    """
-
-    status: str
-    exit_code: int
-    folder: Path
-    asked_to_stop: bool = False
 
 
 def launch(config: RunConfig, asked: Asked) -> LaunchResult:
@@ -171,33 +152,6 @@ def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked)
     print(f"go on: {line_for(asked.alone, root)}")
     print(f"run: {root}", flush=True)
     return LaunchResult("stopped", EXIT_STOPPED, root)
-
-
-def prepare_data(config: RunConfig) -> Prepared:
-    from mgpu_pipe.data.prepare import prepare
-
-    with showing_preparation(config.trainer.progress) as progress:
-        return prepare(config, progress)
-
-
-def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
-    """Say from where the run goes on, and what differs; refuse what may not, and a run without a step."""
-    run_length(config, prepared)
-    if step is not None:
-        for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
-            print(f"note: {one_line(notice)}", file=sys.stderr)
-        print(f"resuming from {step}", file=sys.stderr, flush=True)
-    elif config.checkpoint.init_from is not None:
-        for notice in check_init_from(config, prepared):
-            print(f"note: {one_line(notice)}", file=sys.stderr)
-
-
-def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:
-    """What all workers of this machine get beside their ranks."""
-    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if one_host and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may lead nowhere
-    return environment
 
 
 def resume_environment(step: Path | None) -> dict[str, str]:

@@ -6,6 +6,8 @@ import shlex
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint.select import newest_valid
@@ -21,6 +23,20 @@ from mgpu_pipe.topology import ParallelDims
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.supervisor import Outcome
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a run ended: ``finished``, ``stopped`` or ``failed``, the command's exit code, the run's folder.
+
+    Attributes:
+        asked_to_stop: the launcher got a stop signal, perhaps too late to stop the run.
+    """
+
+    status: str
+    exit_code: int
+    folder: Path
+    asked_to_stop: bool = False
 
 
 def print_before(

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+    from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.cache import Progress
+    from mgpu_pipe.data.samples import Prepared
 
 SILENT_S = 1.0
 """A stage that is over sooner is not worth a line."""
+
+
+def prepare_data(config: RunConfig) -> Prepared:
+    from mgpu_pipe.data.prepare import prepare
+
+    with showing_preparation(config.trainer.progress) as progress:
+        return prepare(config, progress)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
-from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.runs.newest import STARTS_FROM, recorded
 from mgpu_pipe.training.length import run_length
@@ -185,3 +186,15 @@ def _trained_with(now: object, before: object) -> list[str]:
 
 def _listed(texts: list[str], shown: int = 3) -> str:
     return "; ".join(texts[:shown]) + (f"; and {len(texts) - shown} more" if len(texts) > shown else "")
+
+
+def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
+    """Say from where the run goes on, and what differs; refuse what may not, and a run without a step."""
+    run_length(config, prepared)
+    if step is not None:
+        for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
+            print(f"note: {one_line(notice)}", file=sys.stderr)
+        print(f"resuming from {step}", file=sys.stderr, flush=True)
+    elif config.checkpoint.init_from is not None:
+        for notice in check_init_from(config, prepared):
+            print(f"note: {one_line(notice)}", file=sys.stderr)

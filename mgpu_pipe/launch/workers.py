@@ -29,6 +29,9 @@ RESUME = "MGPU_RESUME"
 INHERITED_FDS = "MGPU_INHERITED_FDS"
 
 
+LOOPBACK = Path("/sys/class/net/lo")
+
+
 @dataclass(frozen=True)
 class Exit:
     """How a worker ended.
@@ -235,3 +238,11 @@ def _terminal(fd: int) -> dict[str, str]:
         return {}
     size = os.get_terminal_size(fd)
     return {"MGPU_TTY": "1", "COLUMNS": str(size.columns or 80), "LINES": str(size.lines or 24)}
+
+
+def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:
+    """What all workers of this machine get beside their ranks."""
+    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if one_host and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may lead nowhere
+    return environment

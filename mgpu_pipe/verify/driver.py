@@ -14,10 +14,9 @@ from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
 from mgpu_pipe.launch.extensions import prepare_extensions
-from mgpu_pipe.launch.local import worker_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.workers import WorkerPlan
+from mgpu_pipe.launch.workers import WorkerPlan, worker_environment
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import choose_folder
 from mgpu_pipe.topology import ParallelDims

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.packing import Packs, ranges
-from mgpu_pipe.data.text.prepare import PreparedData, open_packs
+from mgpu_pipe.data.text.packing import Packs, open_packs, ranges
 from mgpu_pipe.data.text.token_store import TokenStore
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.text.prepare import PreparedData
 
 # Rows are filled in blocks whose intermediate arrays stay in the processor's cache.
 _BLOCK_TOKENS = 1 << 14

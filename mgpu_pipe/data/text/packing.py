@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mgpu_pipe.data.text.token_store import load_array
 
 Ints = NDArray[np.int64]
 
@@ -192,3 +195,12 @@ def _masked_counts(first: Ints, count: Ints, mask: NDArray[np.uint8]) -> Ints:
     found = np.empty(len(first), np.int64)
     found[order] = sums
     return found
+
+
+def open_packs(folder: Path) -> tuple[Packs, NDArray[np.int64]]:
+    """The packs in ``folder`` and each sample's valid tokens, mapped into memory."""
+    array = {
+        name: load_array(folder / f"{name}.npy") for name in ("offsets", "start", "length", "continues", "valid_tokens")
+    }
+    pieces = Pieces(array["start"], array["length"], array["continues"])
+    return Packs(array["offsets"], pieces), array["valid_tokens"]

@@ -170,7 +170,7 @@ def _summary(
     if validation is not None:
         evaluated = min(validation.samples, config.data.validation_max_samples or validation.samples)
         chosen = evaluated_samples(validation.samples, evaluated)
-        packs, counted = open_packs(validation.packs)
+        packs, counted = packing.open_packs(validation.packs)
         held_tokens = int(counted[chosen].sum())
         perplexity = unigram.perplexity(
             load_array(train.packs / "label_counts.npy"), TokenStore.open(validation.tokens), packs, chosen
@@ -272,15 +272,6 @@ def _pack(
 
     manifest = build_once(folder, build)
     return SplitFiles(tokens, folder, manifest["documents"], manifest["samples"], manifest["valid_tokens"])
-
-
-def open_packs(folder: Path) -> tuple[packing.Packs, NDArray[np.int64]]:
-    """The packs in ``folder`` and each sample's valid tokens, mapped into memory."""
-    array = {
-        name: load_array(folder / f"{name}.npy") for name in ("offsets", "start", "length", "continues", "valid_tokens")
-    }
-    pieces = packing.Pieces(array["start"], array["length"], array["continues"])
-    return packing.Packs(array["offsets"], pieces), array["valid_tokens"]
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,39 @@
+"""The house: no circle among its modules or rooms, and docs/architecture.md and CONTRIBUTING.md name what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scripts.house import circle, drawn, module_graph, room_graph
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not circle(module_graph())
+
+
+def test_no_room_imports_itself_by_way_of_others() -> None:
+    assert not circle(room_graph(module_graph()))
+
+
+def test_a_circle_is_found_and_what_follows_is_not_drawn() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert drawn({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == ["a  -> b", "b  -> c", "c"]
+
+
+def test_the_documents_name_every_room_in_the_order_of_the_layers() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2]
+    layers = re.findall(r'^    "mgpu_pipe\.([^"]+)",$', contract, re.MULTILINE)
+    assert listed == [room.removeprefix("mgpu_pipe.") for layer in layers for room in layer.split(" | ")]
+    assert set(room_graph(module_graph())) == {*listed, "child", "__main__"}
+
+
+def test_the_files_that_contributors_are_sent_to_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`((?:mgpu_pipe|conf|tests|docs|config|launch|checks|strategies)/[\w/]+\.\w+)`", text)
+    assert len(named) > 5
+    for name in named:
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "mgpu_pipe")), name
