@@ -77,6 +77,8 @@ def _dispatch(words: list[str]) -> int:
         width = max(map(len, verbs))
         print(HELP.format(verbs="\n".join(f"  {name:<{width}}  {find_verb(name).line}" for name in verbs)), end="")
         return EXIT_OK
+    if first == "help" and words[1] in verbs:
+        return _dispatch([words[1], "--help"])
     verb, rest = (first, words[1:]) if first in verbs else ("train", words)
     if find_verb(verb).composes:
         if "--version" in rest:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,6 +162,9 @@ def test_each_verbs_help_is_short_and_its_own(capsys: pytest.CaptureFixture[str]
     assert shown.err == "" and len(shown.out.splitlines()) <= 35
     assert shown.out.startswith(f"usage: mgpu-pipe {'[train]' if verb == 'train' else verb} ")
     assert "--help" in shown.out
+    with suppress(SystemExit):
+        cli.main(["help", verb])
+    assert capsys.readouterr().out == shown.out
 
 
 @pytest.mark.parametrize("words", [["--version"], ["version"], ["check", "strategy=ddp", "--version"]])

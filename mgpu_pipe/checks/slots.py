@@ -55,6 +55,9 @@ def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iter
     logged = [metric.key for metric in description(config.objective.name).metrics]
     if monitor not in logged:
         yield ConfigError(f"{key}.monitor", monitor, choose_from(str(monitor), logged), "no such metric")
+    patience = leaf.get("patience")
+    if isinstance(patience, int) and patience < 0:
+        yield ConfigError(f"{key}.patience", patience, "use a number of at least 0")
     if mode not in MODES:
         yield ConfigError(f"{key}.mode", mode, choose_from(str(mode), MODES))
 

@@ -48,7 +48,7 @@ def check_overrides(
     groups = _groups(lookup)
     good: list[str] = []
     errors: list[BadInputError] = []
-    for argument in arguments:
+    for argument in (leaf for whole in arguments for leaf in _leaves(parser, whole)):
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
@@ -70,11 +70,36 @@ def check_overrides(
             kind = _key_kind(override.key_or_group)
             if kind == "unknown":
                 errors.append(_unknown(override, groups))
-            elif kind in ("schema", "own") and override.is_delete():
+            elif kind != "free" and override.is_delete():
                 errors.append(_undeletable(override))
             else:
                 good.append(_as_key(override, argument, kind))
     return good, errors
+
+
+def _leaves(parser: OverridesParser, argument: str) -> Iterator[str]:
+    """A section that is given as a mapping, ``trainer={max_steps: 3}``, as one override for each of its keys."""
+    try:
+        override = parser.parse_override(argument)
+    except HydraException:
+        yield argument
+        return
+    key = override.key_or_group
+    if not isinstance(override.value(), dict) or override.is_sweep_override() or not _is_section(key):
+        yield argument
+        return
+    for name, value in override.value().items():  # type: ignore[union-attr]
+        text = dataclasses.replace(override, _value=value).get_value_element_as_str()
+        yield from _leaves(parser, f"{key}.{name}={text}")
+
+
+def _is_section(key: str) -> bool:
+    hint: Any = RunConfig
+    for word in key.split("."):
+        if not dataclasses.is_dataclass(hint) or word not in hints(hint):  # type: ignore[arg-type]
+            return False
+        hint = hints(hint)[word]  # type: ignore[arg-type]
+    return dataclasses.is_dataclass(hint)
 
 
 def _groups(lookup: GroupLookup) -> list[str]:
@@ -140,8 +165,8 @@ def _as_group_choice(override: Override, argument: str) -> str:
 
 
 def _key_kind(key: str) -> str:
-    """``schema`` for a key of the schema, ``own`` for one of an objective's own, ``free`` for one below a free-form
-    mapping, else ``unknown``.
+    """``schema`` for a key of the schema, ``own`` for one of an objective's own, ``mapping`` for one that holds a free-form
+    mapping, ``free`` for one below it, else ``unknown``.
     """
     section = hint = cast(Any, RunConfig)
     for word in key.split("."):
@@ -150,6 +175,8 @@ def _key_kind(key: str) -> str:
         if not dataclasses.is_dataclass(hint) or word not in hints(hint):  # type: ignore[arg-type]
             return "unknown"
         section, hint = hint, hints(hint)[word]  # type: ignore[arg-type]
+    if get_origin(hint) is dict:
+        return "mapping"
     return "own" if section is ObjectiveConfig and word != "name" else "schema"
 
 
@@ -157,7 +184,7 @@ def _as_key(override: Override, argument: str, kind: str) -> str:
     if override.type is OverrideType.DEL:
         return argument
     bare = argument.lstrip("+")
-    return f"++{bare}" if kind in ("free", "own") or argument.startswith("++") else bare
+    return f"++{bare}" if kind != "schema" or argument.startswith("++") else bare
 
 
 def _undeletable(override: Override) -> ConfigError:

@@ -78,6 +78,13 @@ def test_a_misspelt_key_is_refused_also_after_a_plus(prefix: str):
     assert messages(f"{prefix}trainer.devcies=8") == ["trainer.devcies=8: no such key; did you mean trainer.devices?"]
 
 
+def test_a_section_may_be_given_as_a_mapping():
+    config, _ = compose(["trainer={max_steps: 3, val_every_n_steps: 1}", "optimizer.options={eps: 1e-6}"])
+    assert (config.trainer.max_steps, config.trainer.val_every_n_steps) == (3, 1)
+    assert config.optimizer.options["eps"] == 1e-6 and "betas" in config.optimizer.options
+    assert config.trainer.log_every_n_steps == compose([])[0].trainer.log_every_n_steps
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -88,6 +95,8 @@ def test_a_misspelt_key_is_refused_also_after_a_plus(prefix: str):
         ("model.cnfig.vocab_size=3", "did you mean model.config.vocab_size?"),
         ("max_steps=3", "did you mean trainer.max_steps?"),
         ("trainer.devices", "an override needs a value; write trainer.devices=<value>"),
+        ("trainer={max_stepss: 3}", "trainer.max_stepss=3: no such key; did you mean trainer.max_steps?"),
+        ("~optimizer.options", "a key cannot be deleted; its default is {}"),
         ("trainer.devices.x=1", "trainer.devices.x=1: no such key"),
         ("optimizer.lr=1e-3,1e-4", "several values; add -m for one run each"),
         ("run.name=[a", "cannot be read"),
