@@ -165,8 +165,8 @@ def _as_group_choice(override: Override, argument: str) -> str:
 
 
 def _key_kind(key: str) -> str:
-    """``schema`` for a key of the schema, ``own`` for one of an objective's own, ``mapping`` for one that holds a free-form
-    mapping, ``free`` for one below it, else ``unknown``.
+    """``schema`` for a key of the schema, ``own`` for one of an objective's own, ``mapping`` for one that holds a
+    free-form mapping, ``free`` for one below it, else ``unknown``.
     """
     section = hint = cast(Any, RunConfig)
     for word in key.split("."):
