@@ -7,7 +7,10 @@ from typing import Any
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.brought import STYLES, brought_plan
-from mgpu_pipe.families.find import axes_of, families_with, family_of, has_tensor_plan
+from mgpu_pipe.families.find import axes_of, families_with, family_of, has_tensor_plan, tensor_if_errors
+
+FEED_FORWARDS = ("n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size")
+"""Names of the feed-forward width in families whose files say how they are cut."""
 
 
 def tensor_parallel_errors(
@@ -30,6 +33,9 @@ def tensor_parallel_errors(
                 f"the {model_type} family has no plan for tensor parallelism",
             )
         ]
+    refused = tensor_if_errors(fields, model_type, tp)
+    if refused:
+        return refused
     limits = list(_limits(fields, model_type))
     fits = [size for size in range(1, _largest(fields, tp) + 1) if all(fit(size) for _, fit in limits)]
     errors = [ConfigError("strategy.tp", tp, f"use one of {fits}", what) for what, fit in limits if not fit(tp)]
@@ -62,14 +68,19 @@ def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, C
     cut = {
         name.rsplit(".", 1)[-1]
         for name, style in brought_plan(model_type, "base_model_tp_plan").items()
-        if STYLES[style] is not None
+        if STYLES.get(style) is not None
     }
-    own = bool(family_of(model_type).modules)
+    modules = family_of(model_type).modules
+    own = bool(modules)
+    cut.update(child for children in modules.values() for child in children)
+    fused = any(style in ("qkv", "grouped") for children in modules.values() for style in children.values())
     heads = _size(fields, "num_attention_heads")
     if heads and (own or "q_proj" in cut):
         yield f"it does not divide the {heads} attention heads", _divides(heads)
-    key_value = _size(fields, "num_key_value_heads")
-    if key_value and key_value != heads and "k_proj" in cut:
+    key_value = _size(fields, "num_key_value_heads") or _size(fields, "num_kv_heads")
+    if key_value and fused:
+        yield f"it does not divide the {key_value} key-value heads, fused with the queries", _divides(key_value)
+    elif key_value and key_value != heads and "k_proj" in cut:
         yield (
             f"it neither divides the {key_value} key-value heads nor is divided by them",
             lambda size: key_value % size == 0 or size % key_value == 0,
@@ -87,10 +98,10 @@ def _divides(whole: int) -> Callable[[int], bool]:
 
 def _widths(fields: Mapping[str, Any], cut: set[str], own: bool) -> Iterable[tuple[str, int]]:
     if own:
-        width = _size(fields, "n_inner") or _size(fields, "intermediate_size")
         hidden = _size(fields, "hidden_size")
-        if width:
-            yield "n_inner" if _size(fields, "n_inner") else "intermediate_size", width
+        given = [name for name in FEED_FORWARDS if _size(fields, name)]
+        if given:
+            yield given[0], _size(fields, given[0])
         elif "n_inner" in fields and hidden:
             yield "4 * hidden_size", 4 * hidden
         return

@@ -10,10 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Style = Literal["column", "row", "packed", "own_heads", "experts"]
+Style = Literal["column", "row", "packed", "qkv", "grouped", "per_head", "own_heads", "once", "experts"]
 """How tensor parallelism cuts a module. ``column`` and ``row`` parallel; ``packed``: columns of several fused matrices;
-``own_heads``: whole on every rank, each of which applies it to its own heads; ``experts``: a module that calls cut
-experts."""
+``qkv``: columns of all queries, then all keys, then all values; ``grouped``: columns of the queries, keys and values of
+one key-value head after another; ``per_head``: an argument with a value for each head, batch and heads in one
+dimension; ``own_heads``: whole on every rank, each of which applies it to its own heads; ``once``: whole on every rank,
+each of which adds its share; ``experts``: a module that calls cut experts."""
+COLUMNS = ("column", "packed", "qkv", "grouped")
+"""Styles that cut outputs."""
 
 Packing = Literal["positions", "mask", "none"]
 """What keeps documents of one row apart: positions that start again, from which transformers makes the mask
@@ -68,6 +72,7 @@ class Family:
         own_attention: does not look its attention function up by name, so that no other one can take its place.
         stages: of a pipeline; ``brought``: as transformers' own plan says; None: it cannot be cut into stages.
         tensor: whether tensor parallelism cuts it right.
+        tensor_if: fields that have to have these values for that, in one of the ways.
         modules: how it cuts the children of a module, by the module's class, where transformers brings no plan. It
             holds wherever that class is part of a larger model.
         sequence: where sequence parallelism splits; None: it does not.
@@ -86,6 +91,7 @@ class Family:
     own_attention: bool = False
     stages: Stages | Literal["brought"] | None = "brought"
     tensor: bool = True
+    tensor_if: tuple[Mapping[str, object], ...] = ()
     modules: Mapping[str, Mapping[str, Style]] = field(default_factory=dict)
     sequence: SequencePlan | None = None
     experts: str = ""

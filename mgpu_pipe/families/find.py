@@ -8,8 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.brought import STYLES, brought_plan, brought_stages
-from mgpu_pipe.families.family import Family, Packing, Stages
+from mgpu_pipe.families.family import COLUMNS, Family, Packing, Stages
 
 FOLDER = Path(__file__).parent
 UNKNOWN = Family()
@@ -39,8 +40,22 @@ def has_tensor_plan(model_type: str) -> bool:
     """Whether tensor parallelism can cut the family."""
     family = family_of(model_type)
     styles = brought_plan(model_type, "base_model_tp_plan").values()
-    cuts = any(STYLES.get(style) in ("column", "packed") for style in styles)
+    cuts = any(STYLES.get(style) in COLUMNS for style in styles)
     return family.tensor and (bool(family.modules) or (cuts and all(style in STYLES for style in styles)))
+
+
+def tensor_if_errors(fields: Mapping[str, Any], model_type: str, tp: int) -> list[ConfigError]:
+    """For which field tensor parallelism does not cut the family.
+
+    Args:
+        fields: of the model's configuration.
+    """
+    ways = family_of(model_type).tensor_if
+    if not ways or any(all(fields.get(name) == value for name, value in way.items()) for way in ways):
+        return []
+    shown = [", ".join(f"{name}={str(value).lower()}" for name, value in way.items()) for way in ways]
+    fix = f"use strategy.tp=1, or model.config of {' or of '.join(shown)}"
+    return [ConfigError("strategy.tp", tp, fix, f"this kind of {model_type} has fused matrices that cannot be cut")]
 
 
 def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Packing:

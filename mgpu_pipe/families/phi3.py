@@ -2,4 +2,10 @@
 
 from mgpu_pipe.families.family import Family
 
-FAMILY = Family(packing="positions")
+FAMILY = Family(
+    packing="positions",
+    modules={
+        "Phi3Attention": {"qkv_proj": "qkv", "o_proj": "row"},
+        "Phi3MLP": {"gate_up_proj": "packed", "down_proj": "row"},
+    },
+)

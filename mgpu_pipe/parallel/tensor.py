@@ -8,7 +8,8 @@ recorded as a :class:`Layout`. Losses, and the gradients of everything that all 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.family import SequencePlan, Style
+from mgpu_pipe.families.family import COLUMNS, SequencePlan, Style
 from mgpu_pipe.models.stage_placeholders import is_removed
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
@@ -92,7 +93,7 @@ class TensorParallel:
         self._experts()
         for name, module in self.modules.items():
             styles = {child: self.plan.get(f"{name}.{child}" if name else child) for child in module._modules}
-            if any(style in ("column", "row", "packed") for style in styles.values()):
+            if any(style in (*COLUMNS, "row") for style in styles.values()):
                 self._linears(name, module, {child: style for child, style in styles.items() if style})
         for name, style in self.plan.items():
             if style == "own_heads" and name in self.modules:
@@ -107,9 +108,11 @@ class TensorParallel:
 
     def _linears(self, name: str, module: nn.Module, styles: dict[str, Style]) -> None:
         """The cut children of ``module``, which share what enters them where it enters nothing else."""
-        cut = {child: getattr(module, child) for child, style in styles.items() if style in ("column", "row", "packed")}
+        cut = {child: getattr(module, child) for child, style in styles.items() if style in (*COLUMNS, "row")}
+        bare = [one for one in module._parameters if self.plan.get(f"{name}.{one}") == "column"]
         inside = [child for child in module._modules if child not in styles and INSIDE.fullmatch(child)]
         covered = {id(p) for child in (*styles, *inside) for p in getattr(module, child).parameters()}
+        covered |= {id(module._parameters[one]) for one in bare}
         shares_input = not name.endswith(SEVERAL_INPUTS) and all(id(p) in covered for p in module.parameters())
         key_value_heads = None
         for child, layer in cut.items():
@@ -118,11 +121,21 @@ class TensorParallel:
                 self._cut_linear(layer, 1 - _output_dim(layer), ranges, bias=False)
             elif child in KEY_VALUE and _head_dim(module):
                 key_value_heads = self._cut_key_values(f"{name}.{child}", module, layer)
+            elif styles[child] in ("qkv", "grouped"):
+                self._cut_fused(f"{name}.{child}", module, layer, styles[child])
             else:
                 parts = self._parts(module, child, styles[child])
                 self._cut_linear(layer, _output_dim(layer), self._even(f"{name}.{child}", _outputs(layer), parts))
+        for attribute in bare:
+            length = len(getattr(module, attribute))
+            self.parameters.cut(module, attribute, 0, self._even(f"{name}.{attribute}", length))
         for child in inside:
             self._between(f"{name}.{child}", getattr(module, child), _head_dim(module))
+        for argument in {key.rpartition(".")[2] for key, one in self.plan.items() if one == "per_head"}:
+            if f"{name}.{argument}" in self.plan:
+                module.register_forward_pre_hook(
+                    self._own_heads_of(argument, module.__dict__["num_heads"]), with_kwargs=True
+                )
         self._count_local_heads(name, module, key_value_heads)
         if self.sequence is not None and not shares_input:
             raise ConfigError(
@@ -228,6 +241,35 @@ class TensorParallel:
                 self.partial[self.parameters.name(parameter)] = sharers
         return heads, 1
 
+    def _cut_fused(self, name: str, attention: nn.Module, layer: nn.Module, style: Style) -> None:
+        """Cut queries, keys and values that are one matrix, by key-value heads; the module then counts its own."""
+        width = _head_dim(attention)
+        count = next((count for count in KEY_VALUE_COUNTS if count in attention.__dict__), "num_heads")
+        heads = int(getattr(attention, count))
+        own = self._even(name, heads)
+        if style == "grouped":
+            each = _outputs(layer) // heads
+            ranges = [(start * each, stop * each) for start, stop in own]
+        else:
+            queries = _outputs(layer) - 2 * heads * width
+            parts = [(0, queries), (queries, heads * width), (queries + heads * width, heads * width)]
+            ranges = [(at + start, at + stop) for at, length in parts for start, stop in self._even(name, length)]
+            # It reads the number of its query heads there.
+            attention.config = _LocalHeads(attention.config, queries // width // self.size)  # type: ignore[assignment]
+        self._cut_linear(layer, _output_dim(layer), ranges)
+        if count != "num_heads":
+            setattr(attention, count, heads // self.size)
+
+    def _own_heads_of(self, argument: str, heads: int) -> Callable[..., tuple[Any, dict[str, Any]]]:
+        """A hook that leaves this rank's heads of an argument of shape ``(rows * heads, ...)``."""
+        own = slice(self.rank * heads // self.size, (self.rank + 1) * heads // self.size)
+
+        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            whole = kwargs[argument]
+            return args, {**kwargs, argument: whole.unflatten(0, (-1, heads))[:, own].flatten(0, 1)}
+
+        return hook
+
     def _cut_shared_norm(self, module: nn.Module, attribute: str, heads: int) -> None:
         """Cut a norm's weights by key-value heads, of which there are fewer than ranks."""
         sharing = self.size // heads
@@ -283,28 +325,37 @@ class TensorParallel:
             if not self.cut_experts:
                 self.left_alone |= {self.parameters.name(p) for p in experts.parameters()}
                 continue
-            if getattr(experts, "is_transposed", False) or getattr(experts, "has_bias", False):
+            held = dict(experts.named_parameters(recurse=False))
+            styles = {attribute: self.plan.get(f"{name}.{attribute}") for attribute in held}
+            transposed = bool(getattr(experts, "is_transposed", False))
+            if getattr(experts, "has_bias", False) and None in styles.values():
                 raise ConfigError(
                     "strategy.tp",
                     self.size,
                     "use strategy.ep in its place",
-                    f"the experts of {name} are transposed or have biases, which cannot be cut along their width here",
+                    f"the experts of {name} have biases, of which the plan says nothing",
                 )
-            held = dict(experts.named_parameters(recurse=False))
-            styles = {attribute: self.plan.get(f"{name}.{attribute}") for attribute in held}
-            width = min((held[one].shape[-1] for one, style in styles.items() if style == "row"), default=0)
+            inputs = -2 if transposed else -1
+            width = min((held[one].shape[inputs] for one, style in styles.items() if style == "row"), default=0)
             for attribute, parameter in held.items():
                 style = styles[attribute]
                 if style == "row":
-                    self.parameters.cut(experts, attribute, parameter.dim() - 1, self._even(name, parameter.shape[-1]))
+                    dim = parameter.dim() + inputs
+                    self.parameters.cut(experts, attribute, dim, self._even(name, parameter.shape[dim]))
+                elif style == "once":
+                    self.partial[self.parameters.name(parameter)] = None
                 elif style in ("column", "packed"):
-                    dim = parameter.dim() - 2
-                    # Twice as wide as what follows: two fused matrices, also where a plan does not say so.
+                    # Of a bias (experts, width) as of a matrix: the width is the last but for what goes in.
+                    dim = parameter.dim() - (1 if transposed or parameter.dim() == 2 else 2)
+                    # Twice as wide as what follows: two fused matrices, also where a plan does not say so; one after
+                    # the other, unless their columns take turns.
                     fused = style == "packed" or parameter.shape[dim] == 2 * width
+                    fused = fused and bool(getattr(experts, "is_concatenated", True))
                     ranges = self._even(name, parameter.shape[dim], 2 if fused else 1)
                     self.parameters.cut(experts, attribute, dim, ranges)
             block = self.modules[name.rpartition(".")[0]]
-            experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence)
+            shared = [attribute for attribute, style in styles.items() if style == "once"]
+            experts_parallel(block, getattr(block, "gate", None), experts, self.group, self.sequence, shared)
             if self.streams is not None:
                 # Tokens are whole in the block, where its router draws, and every expert's width is cut.
                 block.forward = self.streams.within(False, block.forward)
@@ -364,6 +415,16 @@ class TensorParallel:
                 name, is_cut = self.parameters.name(parameter), self.parameters.is_cut(parameter)
                 if not is_cut and id(parameter) not in routers and name not in self.left_alone:
                     self.partial[name] = None
+
+
+class _LocalHeads:
+    """A configuration of which one module reads another number of heads."""
+
+    def __init__(self, config: Any, num_attention_heads: int) -> None:
+        self._config, self.num_attention_heads = config, num_attention_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_config"], name)
 
 
 def _base(model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ again there, so that kept activations shrink with the group (Korthikanti et al. 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -150,12 +151,32 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
     layer.forward = forward
 
 
+def _with_share(module: nn.Module, names: Sequence[str], size: int) -> Callable[..., torch.Tensor]:
+    """The forward pass of ``module`` with its parameters called ``names`` divided by ``size``."""
+    plain_forward = module.forward
+
+    def forward(*args: Any) -> torch.Tensor:
+        whole = {name: module._parameters.pop(name) for name in names}
+        for name, parameter in whole.items():
+            assert parameter is not None
+            module.__dict__[name] = parameter / size
+        try:
+            return plain_forward(*args)
+        finally:
+            for name, parameter in whole.items():
+                del module.__dict__[name]
+                module._parameters[name] = parameter
+
+    return forward
+
+
 def experts_parallel(
     block: nn.Module,
     router: nn.Module | None,
     experts: nn.Module,
     group: dist.ProcessGroup,
     sequence: SequenceSplit | None,
+    shared: Sequence[str] = (),
 ) -> None:
     """A mixture whose experts are cut along their width; every rank routes all tokens alike.
 
@@ -165,8 +186,10 @@ def experts_parallel(
         block: called with hidden states, gives the experts' result in the same shape.
         router: None where there is no sequence to split.
         experts: called with hidden states, chosen experts and their weights.
+        shared: parameters of ``experts`` that every rank holds and adds; each takes its share of them.
     """
-    plain_block, plain_experts = block.forward, experts.forward
+    plain_block = block.forward
+    plain_experts = _with_share(experts, shared, group.size()) if shared else experts.forward
 
     def is_split() -> bool:
         return sequence is not None and sequence.active

@@ -9,8 +9,8 @@ from torch import nn
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.brought import STYLES
-from mgpu_pipe.families.family import SequencePlan, Style
-from mgpu_pipe.families.find import families_with, family_of
+from mgpu_pipe.families.family import COLUMNS, SequencePlan, Style
+from mgpu_pipe.families.find import families_with, family_of, tensor_if_errors
 
 KEY_VALUE = ("k_proj", "v_proj")
 """Layers cut by key-value heads, of which there may be fewer than ranks."""
@@ -25,13 +25,16 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
         ConfigError: no plan, or one with a style that is not known here.
     """
     modules = dict(model.named_modules())
+    refused = tensor_if_errors(vars(getattr(model, "config", None) or object), _model_type(model), 2)
+    if refused:
+        raise refused[0]
     found: dict[str, Style] = {}
     own: dict[str, Mapping[str, Style]] = {}
     for model_type in {_model_type(module) for module in modules.values() if hasattr(module, "config")}:
         own.update(family_of(model_type).modules)
     for name, module in modules.items():
         for child, style in own.get(type(module).__name__, {}).items():
-            if isinstance(getattr(module, child, None), nn.Module):
+            if style == "per_head" or isinstance(getattr(module, child, None), nn.Module | nn.Parameter):
                 found[f"{name}.{child}" if name else child] = style
     names = [*modules, *(name for name, _ in model.named_parameters())]
     brought = getattr(model, "tp_plan", None) or {}
@@ -47,7 +50,7 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
             )
         known = STYLES.get(brought_style)
         found.update({name: known for name in matches if known is not None})
-    if not any(style in ("column", "packed") for style in found.values()):
+    if not any(style in COLUMNS for style in found.values()):
         raise ConfigError(
             "model.type", _model_type(model), "use strategy.tp=1", "the family has no plan for tensor parallelism"
         )

@@ -110,7 +110,7 @@ def _in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
 
 def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     heads = int(fields.get("num_attention_heads") or 1)
-    key_value = int(fields.get("num_key_value_heads") or heads)
+    key_value = int(fields.get("num_key_value_heads") or fields.get("num_kv_heads") or heads)
     cut = dims.tp * dims.cp if key_value % (dims.tp * dims.cp) == 0 else dims.tp
     if heads % key_value == 0 and key_value % cut == 0:
         ratio = heads // key_value
@@ -130,8 +130,9 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
         "word_embed_proj_dim": width,
         "embedding_size": width,
     }
-    if fields.get("num_key_value_heads") is not None:
-        found["num_key_value_heads"] = key_value
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if fields.get(name) is not None:
+            found[name] = key_value
     head_dim = HEAD_DIM if has_head_dim else width // heads
     if isinstance(fields.get("rotary_dim"), int):
         found["rotary_dim"] = min(fields["rotary_dim"], head_dim)
