@@ -28,8 +28,8 @@ test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"
 
 lint: $(DEVELOPMENT)
-	$(BIN)/ruff check mgpu_pipe tests benchmarks
-	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks
+	$(BIN)/ruff check mgpu_pipe tests benchmarks examples
+	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

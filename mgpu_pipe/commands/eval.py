@@ -51,15 +51,16 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
     result = evaluate_step_batches(objective, step_batches)
     told = objective.description
+    width = max(12, *(len(metric.name) + 2 for metric in told.metrics))
     for metric in told.metrics:
         value = result.metrics.get(metric.key, math.nan)
         shown = f"{100 * value:.2f}%" if metric.percent else f"{value:.{metric.digits}f}"
-        print(f"{metric.name:<12}{shown} {metric.unit}".rstrip())
+        print(f"{metric.name:<{width}}{shown} {metric.unit}".rstrip())
         baseline = None if metric.baseline is None else getattr(prepared, metric.baseline, None)
         if baseline is not None:
-            print(f"unigram     {baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)")
-    print(f"over        {result.counted} {told.counts} of {result.samples} held-out samples, in fp32")
-    print(f"weights     {run.source}")
+            print(f"{'unigram':<{width}}{baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)")
+    print(f"{'over':<{width}}{result.counted} {told.counts} of {result.samples} held-out samples, in fp32")
+    print(f"{'weights':<{width}}{run.source}")
 
 
 def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:

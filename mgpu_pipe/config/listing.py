@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from mgpu_pipe.config import plugins
 from mgpu_pipe.config.compose import CONFIG_NAME, conf_dir
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError
+
+PLUG_INS = {
+    "data": ("data.source", plugins.DATA_GROUP),
+    "objective": ("objective.name", plugins.OBJECTIVE_GROUP),
+    "strategy": ("strategy.engine", plugins.STRATEGY_GROUP),
+}
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,22 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
         raise BadInputError(f"mgpu-pipe ls {group}: no such group; {choose_from(group, names)}")
     return {
         name: [
-            Option(file.stem, _description(file), defaults.get(name) == file.stem)
-            for file in sorted((root / name).glob("*.yaml"))
+            *(
+                Option(file.stem, _description(file), defaults.get(name) == file.stem)
+                for file in sorted((root / name).glob("*.yaml"))
+            ),
+            *_registered(name),
         ]
         for name in ([group] if group else names)
     }
+
+
+def _registered(group: str) -> Iterator[Option]:
+    """What installed packages bring to a group, and the key that chooses it."""
+    if group in PLUG_INS:
+        key, entry_group = PLUG_INS[group]
+        for name in plugins.registered(entry_group):
+            yield Option(name, f"Of an installed package: {key}={name}", False)
 
 
 def _defaults(root: Path) -> dict[str, str | None]:
