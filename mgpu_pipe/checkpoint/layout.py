@@ -53,7 +53,7 @@ def folders(root: Path) -> list[tuple[int, str, Path]]:
 
 
 def committed(root: Path) -> dict[int, Path]:
-    """The folder of every committed step, in ascending order of steps. Nothing is said about its content."""
+    """The folder of every committed step, in ascending order of steps. Its content is not looked at."""
     found: dict[int, Path] = {}
     for step, suffix, path in folders(root):
         if suffix == "" or (suffix == REPLACED and step not in found):

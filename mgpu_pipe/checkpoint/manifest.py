@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{folder}: is no checkpoint, for it has no {MANIFEST}")
+        raise CheckpointError(f"{folder}: is no checkpoint, because it has no {MANIFEST}")
     return parse_manifest(files.read_file(path, MAX_MANIFEST_BYTES), str(path))
 
 

@@ -284,5 +284,5 @@ def _clean_up(root: Path) -> None:
     try:
         layout.clean(root)
     except OSError as error:
-        # The failed save is told by its own error; what is left here is never read and goes with the next save.
+        # The failed save has raised its own error; what is left here is never read, and the next save removes it.
         _log.warning("%s: a partial checkpoint could not be removed (%s)", root, error)

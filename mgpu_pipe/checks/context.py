@@ -1,4 +1,4 @@
-"""Which models and sizes context parallelism can take, told without torch."""
+"""Which models and sizes context parallelism can take. No torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 def model_axis_errors(
     config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]
 ) -> list[BadInputError]:
-    """Everything that the sizes of the model axes do not fit.
+    """Everything that the sizes of the model axes do not fit, as errors.
 
     Args:
         fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`).

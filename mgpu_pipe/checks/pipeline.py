@@ -1,4 +1,4 @@
-"""What a pipeline cannot do, said before launch. No torch."""
+"""What a pipeline cannot do, refused before launch. No torch."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Check:
         sections: those of the configuration in which nothing may be wrong.
         composed: whether keys of other sections must be right too: one that is wrong holds its default.
         ranges: whether every number must be in its range.
-        last: whether nothing at all may be wrong, for it imports a package or torch.
+        last: whether nothing at all may be wrong, because it imports a package or torch.
     """
 
     look: Look
@@ -62,7 +62,7 @@ def preflight(config: RunConfig, alone: Sequence[str] = ()) -> list[Notice]:
     """Check a run: keys, sizes, model, data, folders.
 
     Args:
-        alone: the words that start this run, for the lines that errors tell.
+        alone: the words that start this run, for the commands that errors name.
 
     Raises:
         ConfigErrors: everything that is wrong, together.

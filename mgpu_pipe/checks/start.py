@@ -13,13 +13,13 @@ from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 
 
 def check_start(config: RunConfig) -> None:
-    """What the run is to begin from is a checkpoint that is whole by its files' sizes."""
+    """Check that what the run begins from is a checkpoint whose files have their sizes."""
     from mgpu_pipe.checkpoint.select import resolve_source
 
     start = config.checkpoint
     for key, source in (("checkpoint.resume", start.resume), ("checkpoint.init_from", start.init_from)):
         if source in (None, "none", "auto") or not Path(source).expanduser().exists():
-            continue  # what does not exist is said by value_errors
+            continue  # value_errors reports what does not exist
         if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(Path(source).expanduser())):
             continue  # a run that goes on needs it no more
         resolve_source(source, start.on_corruption, "size", key)
@@ -30,7 +30,7 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputError]:
-    """The run's folder can be made, and is not another run's. In a joined world rank 0's launch looks itself."""
+    """The run's folder can be made and is not another run's; in a joined world rank 0's launch looks itself."""
     if joined():
         return []
     run = config.run

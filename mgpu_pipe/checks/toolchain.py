@@ -1,4 +1,4 @@
-"""What compiling while a run goes on needs of this machine: a C++ compiler and Python's headers. No torch."""
+"""What compiling during a run needs of this machine: a C++ compiler and Python's headers. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that were changed and that nothing will read: told by ``check`` and before a run, and no error. No torch."""
+"""Keys that were changed and that nothing will read: a notice of ``check`` and before a run. No torch."""
 
 from __future__ import annotations
 

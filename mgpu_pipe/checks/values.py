@@ -244,7 +244,7 @@ def _length_errors(config: RunConfig) -> list[ConfigError]:
 def _schedule_errors(config: RunConfig) -> list[ConfigError]:
     scheduler = config.scheduler
     total = scheduler.total_steps or config.trainer.max_steps
-    if total is None or total < 1 or scheduler.warmup_steps < 0:  # the latter two are said by range_errors
+    if total is None or total < 1 or scheduler.warmup_steps < 0:  # range_errors reports the latter two
         return []
     errors = []
     source = "scheduler.total_steps" if scheduler.total_steps else "trainer.max_steps"

@@ -1,4 +1,4 @@
-"""Standard output and error that outlive what reads them: a run is not lost because nobody listens any more."""
+"""Standard output and error that outlive their reader: a run goes on when nobody listens any more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GONE = (errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO)
 
 
 class OutlivingStream:
-    """A text stream that takes what is written to it also when its other end is gone, or its disk is full."""
+    """A text stream that can be written to even when its reader is gone or its disk is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -33,7 +33,7 @@ class OutlivingStream:
             self._survive(error)
 
     def settle(self) -> None:
-        """Write out what is left, or let go of it: the interpreter's own last flush must not change the exit code."""
+        """Write out what is left, or drop it: the interpreter's own last flush must not change the exit code."""
         try:
             self._stream.flush()
         except OSError:
@@ -47,7 +47,7 @@ class OutlivingStream:
             self._to_nowhere()
 
     def _to_nowhere(self) -> None:
-        """What is pending, and all that comes, goes to /dev/null: the stream would try it again for ever."""
+        """Send what is pending, and all that follows, to /dev/null: the stream would retry it for ever."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(nowhere, self._stream.fileno())

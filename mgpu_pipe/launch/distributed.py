@@ -49,7 +49,7 @@ class World:
 
 
 def launcher_store(world: World, timeout: float) -> Store:
-    """The store of locally launched workers, on the launcher's socket: there is no moment without the port."""
+    """The store of locally launched workers, on a socket that the launcher bound, so that nobody takes its port."""
     from torch.distributed import HashStore, TCPStore
 
     if world.world_size == 1:
@@ -72,7 +72,7 @@ def process_group(world: World, store: Store, device_type: str, timeout: float) 
     """The default process group: gloo on ``cpu``, nccl on ``cuda``, where this rank's device is set as well.
 
     Args:
-        timeout: seconds after which a collective that not all ranks joined fails.
+        timeout: seconds after which a collective fails that some rank did not join.
     """
     import torch
     import torch.distributed as dist

@@ -65,7 +65,7 @@ class Failure:
 
     @property
     def can_be_retried(self) -> bool:
-        """A wrong input stays wrong, a loss that became NaN becomes NaN again, and a full disk has to be seen to."""
+        """Whether a restart can help: not where the input is wrong, the loss became NaN, or the disk is full."""
         return self.exit_code != EXIT_BAD_INPUT and self.type not in NOT_RETRIED
 
     def show(self) -> str:
@@ -78,7 +78,7 @@ class Failure:
 
 
 def error_record(error: BaseException, rank: int) -> dict[str, object]:
-    """What the launcher is told of an error; its texts are cut to what a pipe takes at once."""
+    """The record of an error for the launcher, its texts cut to what a pipe takes at once."""
     record: dict[str, object] = {
         "type": type(error).__name__,
         "message": concealed(str(error) or type(error).__name__)[:LONGEST_MESSAGE],
@@ -124,7 +124,7 @@ def first_failure(
 
     Args:
         exits: how the workers ended; at least one of them not well.
-        killed_by_us: ranks whose death by a signal was the launcher's doing.
+        killed_by_us: ranks that the launcher ended by a signal.
         stood_still: ranks that were stopped (SIGSTOP) when the first other one failed.
     """
     failures = [
@@ -137,7 +137,7 @@ def first_failure(
 
 
 def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
-    """The failure of the rank that the others waited for in vain."""
+    """The failure of a rank that stood still while the others waited for it."""
     message = (
         f"the process was stopped (SIGSTOP, or a debugger) and the other ranks waited for it in vain; rank "
         f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"

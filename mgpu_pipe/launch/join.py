@@ -51,7 +51,7 @@ OFFER, PREPARED = "offer", "prepared"
 def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchResult:
     """Train as one rank of the ``joined`` world; returns, or ends the process on an error while training.
 
-    A run that was stopped ends with exit code 0, for torchrun takes anything else for a crash; the summary says it.
+    A stopped run ends with exit code 0, because torchrun takes any other for a crash; the summary says ``stopped``.
 
     Raises:
         BadInputError: the configuration does not fit the world or is not the other ranks', or the run cannot start.
@@ -116,7 +116,7 @@ def _rendezvous(config: RunConfig) -> Store:
 
 
 def _plan_on_rank_zero(config: RunConfig, world: World, asked: Asked, store: Store, held: ExitStack) -> _SharedPlan:
-    """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that none waits in vain."""
+    """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that no rank waits for it."""
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
         lock = held.enter_context(RunLock(folder.paths.lock))
@@ -183,7 +183,7 @@ def _train(
     started: float,
     alone: Sequence[str],
 ) -> str:
-    """Train; an error ends this process after it was told, for the other ranks cannot be waited for.
+    """Train; an error is reported and ends this process, because the other ranks may never arrive.
 
     Args:
         held: what rank 0 has to give back (the lock).
@@ -235,7 +235,7 @@ def _prepare_on_every_node(
 ) -> tuple[Prepared, dict[int, str]]:
     """The data on this node, made ready once where the node does not share rank 0's cache; a collective call.
 
-    Before there is a process group: its time-out must not count what a node needs for this. One process a node works,
+    This happens before there is a process group, whose time-out must not include it. One process a node works,
     the others wait for the node's lock.
 
     Returns:

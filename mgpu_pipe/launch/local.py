@@ -40,7 +40,7 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
     In a world that torchrun or srun started, this process becomes one of its ranks instead of starting any.
 
     Raises:
-        BadInputError: the run cannot start as asked; what this launch had written is taken back.
+        BadInputError: the run cannot start as asked; what this launch wrote is removed.
     """
     joined = existing_world(os.environ)
     prepare_extensions(config)
@@ -144,7 +144,7 @@ def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float,
 
 
 def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked) -> LaunchResult:
-    """Leave a run without a step of this launch, which the same line with its folder begins, or goes on in."""
+    """Leave a run in which this launch took no step; the same command with its folder begins or continues it."""
     root = folder.paths.root
     if not folder.paths.config.exists():
         run_folder.begin(folder, config, asked.overrides, asked.command)

@@ -14,7 +14,7 @@ import sys
 
 
 class OrphanGuard:
-    """The launcher's side. One an attempt; closing it twice does no harm."""
+    """The launcher's side. There is one for each attempt; closing it twice is harmless."""
 
     def __init__(self) -> None:
         read_fd, self.fd = os.pipe()
@@ -33,7 +33,7 @@ class OrphanGuard:
         self._tell(f"+{process_group}\n")
 
     def dismiss(self, process_group: int) -> None:
-        """Forget a group; before its leader is reaped, after which the number may be another's."""
+        """Forget a group; call it before its leader is reaped, after which its number may be another's."""
         self._tell(f"-{process_group}\n")
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ def say_complete(paths: RunPaths) -> None:
 
 
 def say_note(text: str) -> None:
-    """Nothing where ``text`` is empty."""
+    """Print a note, unless it is empty."""
     if text:
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -64,11 +64,11 @@ def say_note(text: str) -> None:
 def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, again: str) -> None:
     """Complete the summary, write the report, print the table after training and, last, the run's folder.
 
-    A fault here is told; what the run reached and its exit code stand.
+    A fault here is reported, and changes neither the run's result nor its exit code.
 
     Args:
         wall_s: seconds the command took.
-        again: the line that goes on in this run.
+        again: the command that continues this run.
     """
     try:
         if outcome.status == "failed":
@@ -121,7 +121,7 @@ def _show_end(paths: RunPaths, again: str) -> None:
 
 
 def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
-    """Lines that work as they stand, by what they do."""
+    """Commands that can be copied, by what they do."""
     if summary.get("status") == "stopped":
         return {"go on": again}
     if summary.get("checkpoint") is None:

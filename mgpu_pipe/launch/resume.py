@@ -1,4 +1,4 @@
-"""Where an attempt goes on from, and whether it may: decided once, by the launcher, before any worker starts."""
+"""Where an attempt continues from, and whether it may: the launcher decides once, before any worker starts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
         own: the step is this run's; another run's must leave steps to take.
 
     Returns:
-        Notices of what differs and may.
+        Notices of what differs and may differ.
 
     Raises:
         ConfigErrors: everything that differs and may not.
@@ -189,7 +189,7 @@ def _listed(texts: list[str], shown: int = 3) -> str:
 
 
 def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
-    """Say from where the run goes on, and what differs; refuse what may not, and a run without a step."""
+    """Say where the run continues from and what differs; refuse what may not differ, and a run without a step."""
     run_length(config, prepared)
     if step is not None:
         for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):

@@ -53,7 +53,7 @@ def leave_until_a_run_begins() -> None:
 
 
 def run_begins() -> None:
-    """Nothing is written yet of the (next) run."""
+    """The (next) run has written nothing yet."""
     global _run_ended
     _run_ended = False
     if _requested:
@@ -61,10 +61,10 @@ def run_begins() -> None:
 
 
 def run_ended(*, asked_to_stop: bool) -> None:
-    """The run's exit code stands: a stop signal that comes now counts for the next run of a sweep.
+    """The run is over: a stop signal that arrives now counts for the next run of a sweep.
 
     Args:
-        asked_to_stop: one came while the run lasted. It may have come too late for the run, and counts for the next.
+        asked_to_stop: one arrived during the run. It may have been too late for that run, and counts for the next.
     """
     global _run_ended, _requested
     _run_ended = True

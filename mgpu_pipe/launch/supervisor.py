@@ -91,7 +91,7 @@ def _watch(
     lost: Callable[[], str],
     on_stop: Callable[[], None],
 ) -> Outcome:
-    """Until no worker of ``group`` is left."""
+    """Wait until no worker of ``group`` is left."""
     stop_by = terminate_at = crash_by = float("inf")
     message = ""
     killed: frozenset[int] = frozenset()

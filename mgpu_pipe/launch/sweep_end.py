@@ -1,4 +1,4 @@
-"""What a sweep shows at its end: one table, a comparison report, and the line that goes on where it was stopped."""
+"""What a sweep shows at its end: one table, a comparison report, and the command that continues it."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def train_in(
 
 
 def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
-    """What the launcher prepared; prepared again on a node that does not share its cache, which may take long.
+    """The data that the launcher prepared; a node that does not share its cache prepares it again, which may take long.
 
     Raises:
         DataError: this node's files are not rank 0's.
@@ -184,7 +184,7 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
 
 
 def _import_all() -> None:
-    """What training needs, while the launcher prepares the data."""
+    """Import what training needs, while the launcher prepares the data."""
     import mgpu_pipe.data.text.prepare
     import mgpu_pipe.training.run  # noqa: F401
 

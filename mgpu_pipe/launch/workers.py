@@ -188,7 +188,7 @@ class WorkerGroup:
         self._orphan_guard.close()
 
     def _end(self, rank: int) -> Exit:
-        """Reap a worker that has ended or is killed herewith, with what it left behind."""
+        """Reap a worker that has ended, or kill it first; end what it left behind too."""
         process = self._running.pop(rank)
         _kill_group(process.pid)
         self._orphan_guard.dismiss(process.pid)

@@ -19,8 +19,8 @@ def pipeline_picture(
     """Lines of at most ``width`` columns: a row a rank, a cell a unit of time, then what the letters mean.
 
     A forward pass and each half of a backward pass take one unit. Cells are ``F0 B0 ...`` with the micro-batch's
-    number where that fits, letters alone where not; letters of a rank's second, fourth, ... stage are small. Of what is
-    wider still, the middle is left out.
+    number where that fits, letters alone where not; letters of a rank's second, fourth, ... stage are lower case.
+    Where it is still too wide, the middle is left out.
     """
     by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
     held = stages_by_rank(schedule, ranks, stages_per_rank)

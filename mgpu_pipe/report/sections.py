@@ -196,7 +196,7 @@ def _topology(view: RunView) -> dict[str, Any]:
 
 
 def _memory(view: RunView) -> dict[str, Any]:
-    """Each rank's peak and its parts as a table, or whatever else the summary says."""
+    """Each rank's peak and its parts as a table, or what the summary has instead."""
     memory = _mapping(view.summary.get("memory"))
     by_rank = {key: value for key, value in memory.items() if isinstance(value, list)}
     if not by_rank:

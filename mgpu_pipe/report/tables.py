@@ -112,7 +112,7 @@ def _headline(view: RunView, metric: Metric) -> str:
 def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
     """The run with the lowest held-out loss, or training loss where nothing is held out, and which of them it is.
 
-    Runs that finished are compared; where none did, all. None where there is one run, or none with a loss.
+    Finished runs are compared, or all where no run finished. None where there is one run, or no run has a loss.
     """
     finished = [view for view in views if view.status == "finished"] or list(views)
     for column, name in (("val/loss", "held-out loss"), ("train/loss", "training loss")):

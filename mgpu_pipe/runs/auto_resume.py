@@ -1,4 +1,4 @@
-"""Which run ``checkpoint.resume=auto`` goes on in where no folder is named: the newest one of the same mathematics."""
+"""Which run ``checkpoint.resume=auto`` continues where no folder is named: the newest of the same mathematics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str] = 
 
     Args:
         digits: the first ones of its mathematics hash, with which a folder's name ends.
-        swept: overrides of a sweep's point; the run was launched with all of them.
+        swept: overrides of a sweep's point; the run must have been launched with all of them.
 
     Returns:
         The folder; or None, and what the newest run differs in (empty where there is no run).

@@ -1,4 +1,4 @@
-"""The line that a user can copy to go on in a run's folder: the whole command, quoted for Hydra and for the shell."""
+"""The command that continues a run, whole and quoted for Hydra and the shell, so that a user can copy it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Asked:
 
 
 def line_for(alone: Sequence[str], folder: Path, start: Sequence[str] = ()) -> str:
-    """The line that goes on in ``folder``.
+    """The command that continues the run in ``folder``.
 
     Args:
         alone: flags and overrides that start this very run, for a point of a sweep without the sweep.
-        start: what the words are given to; by default this program.
+        start: the program that takes the words; by default this one.
     """
     words = [*without(alone, "run.dir", "checkpoint.resume"), f"run.dir={hydra_quoted(str(folder))}"]
     return shlex.join([*(start or this_program()), *words, "checkpoint.resume=auto"])

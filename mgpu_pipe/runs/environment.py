@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 def describe_environment(command: Sequence[str], threads: Threads, world_size: int) -> dict[str, object]:
-    """Everything but secrets: of the environment's variables, only how threads wait is taken along."""
+    """Everything but secrets: of the environment's variables, only those that say how threads wait."""
     return {
         "started": time.time(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),

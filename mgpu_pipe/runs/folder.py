@@ -57,9 +57,9 @@ class RunFolder:
     note: str = ""
 
     def discard(self) -> None:
-        """Take back what this launch wrote, when it was refused before it began: the folder stays usable.
+        """Remove what this launch wrote, when it was refused before it began: the folder stays usable.
 
-        Once it has trained, its folder holds what cannot be made again, and nothing of it goes.
+        Once it has trained, its folder holds what cannot be made again, and nothing is removed.
         """
         if not self.began or self.paths.checkpoints.exists() or self.paths.metrics.exists():
             return
@@ -79,7 +79,7 @@ def choose_folder(config: RunConfig, restart_of: str = "", swept: Sequence[str] 
     mathematics, in all of its attempts; a point of a sweep, one that was launched with its own values.
 
     Args:
-        restart_of: names the launch whose workers were started again by another program; its folder is gone on in.
+        restart_of: names the launch whose workers were started again by another program; its folder is continued.
         swept: the overrides by which this point of a sweep differs from the others.
 
     Raises:
@@ -105,15 +105,15 @@ def choose_folder(config: RunConfig, restart_of: str = "", swept: Sequence[str] 
 
 
 def settle(folder: RunFolder, config: RunConfig, alone: Sequence[str] = (), restart: bool = False) -> RunFolder:
-    """Look at the chosen folder, now that its lock is held: go on in it, begin in it, or refuse it.
+    """Look at the chosen folder, now that its lock is held: continue its run, begin one, or refuse it.
 
-    Files that a killed process had not finished go: whoever could be writing one holds the lock, too.
+    Unfinished files of killed processes are removed: a living writer would hold the lock.
 
     Args:
-        alone: the words that start this run alone, for the line that goes on in the folder.
+        alone: the words that start this run alone, for the command that continues the run.
 
     Raises:
-        RunFolderError: it holds what is not a run's, or a run that trained and is not to be gone on in.
+        RunFolderError: it holds what is not a run's, or a run that trained and is not to be continued.
     """
     auto = config.checkpoint.resume == "auto" or restart
     refuse_contents(folder.paths, auto, alone)
@@ -130,12 +130,12 @@ def _remove_unfinished(paths: RunPaths) -> None:
 
 
 def refuse_contents(paths: RunPaths, auto: bool, alone: Sequence[str] = ()) -> None:
-    """Raise unless a run can go on (``auto``) or begin in this folder.
+    """Raise unless a run can continue (``auto``) or begin in this folder.
 
     A run begins where nothing is, and where a launch was that never trained a step: that loses nothing.
 
     Raises:
-        RunFolderError: naming what is there, and the line that goes on in it.
+        RunFolderError: naming what is there, and the command that continues it.
     """
     root = paths.root
     if is_run_folder(root):
@@ -180,7 +180,7 @@ def begin(
 ) -> RunFolder:
     """Make the folder this run's, before anything else is done: when it was begun, with what, and its configuration.
 
-    A run that is gone on in keeps what it has until this launch has passed all checks (:func:`record_launch`).
+    A continued run keeps what it has until this launch has passed all checks (:func:`record_launch`).
 
     Args:
         launch: names the launch whose workers another program may start again.
@@ -208,9 +208,9 @@ def begin(
 def record_launch(
     paths: RunPaths, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, object], prepared: Prepared
 ) -> None:
-    """Write what this launch runs, with, and on; the workers read it. The run's first moment is kept.
+    """Write what this launch runs, by which command and where; the workers read it. The run's first moment is kept.
 
-    A summary of an earlier launch goes: from now on it is not how the run ended.
+    A summary of an earlier launch is removed: the run has not ended.
     """
     freeze(config, paths.config)
     remember(paths.config)

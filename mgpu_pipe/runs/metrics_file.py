@@ -38,7 +38,7 @@ Number = float | int | None
 
 
 class MetricsWriter:
-    """Appends rows to a metrics file; creates it with its header, or goes on in one that an attempt left.
+    """Appends rows to a metrics file; creates it with its header, or continues one that an earlier attempt left.
 
     A file of another set of columns is rewritten with the columns of both, the new ones empty in old rows.
 

@@ -67,7 +67,7 @@ def newest_run(root: Path, *, saved: bool = False) -> Path:
 
 
 def named_or_newest(folder: Path | None, root: Path | None, *, saved: bool = False) -> Path:
-    """The folder that the user named, or else the newest run below ``run.root``, which is told on stderr.
+    """The folder that the user named, or else the newest run below ``run.root``, which stderr names.
 
     Raises:
         BadInputError: there is no run, or both were given.

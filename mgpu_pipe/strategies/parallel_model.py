@@ -232,7 +232,7 @@ class ParallelModel:
         return "tp" not in self._groups or self._groups["tp"].rank() == 0
 
     def begin_backward(self, last: bool) -> None:
-        """Announce a micro-batch; ``last`` is the step batch's last. A pipeline sees to it itself."""
+        """Announce a micro-batch; ``last`` is the step batch's last. A pipeline does so by itself."""
         self.facts.begin_backward(last, self.sharded, self.shards)
 
     @property

@@ -1,4 +1,4 @@
-"""What a step batch's gradients are, once its last backward pass is through: which there are, and their norm."""
+"""What a step batch's gradients are, once its last backward pass is through: which of them exist, and their norm."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StepGradients:
             self._used.clear()
 
     def begin_backward(self, last: bool, sharded: FSDPModule | None, shards: bool) -> None:
-        """Announce a micro-batch; ``last`` is the step batch's last. A pipeline sees to it itself."""
+        """Announce a micro-batch; ``last`` is the step batch's last. A pipeline does so by itself."""
         if self._reducer is not None:
             self._reducer.start(last)
         elif sharded is not None:

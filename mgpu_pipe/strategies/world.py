@@ -31,13 +31,13 @@ class ExistingWorld(ClusterEnvironment):
         return dist.get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """The process group's size stands."""
+        """Keep the process group's size."""
 
     def global_rank(self) -> int:
         return dist.get_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """The process group's rank stands."""
+        """Keep the process group's rank."""
 
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", dist.get_rank()))

@@ -74,7 +74,7 @@ class ZeroState:
         raise NotImplementedError
 
     def gradients_reduced(self) -> None:
-        """To be called once a step batch's backward passes are through: what was reduced need not be kept."""
+        """Free what was reduced; called once a step batch's backward passes are through."""
 
     def clear_gradients(self) -> None:
         """Forget the last step batch's gradients, so that a parameter which a step batch does not use has none."""

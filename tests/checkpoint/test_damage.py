@@ -90,7 +90,7 @@ def test_a_missing_file_is_named(name: str, folder: Path) -> None:
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(folder: Path) -> None:
     (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"is no checkpoint, for it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"is no checkpoint, because it has no manifest\.json"):
         CheckpointReader(folder)
 
 
