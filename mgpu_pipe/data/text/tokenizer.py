@@ -69,24 +69,6 @@ def model_vocab_size(model: ModelConfig) -> int | None:
     return configured
 
 
-def check_tokenizer(config: RunConfig) -> None:
-    """Refuse, without writing anything, a tokenizer that is missing, broken or does not fit the model.
-
-    Raises:
-        ConfigError, ModelFolderError: what is wrong.
-    """
-    template = _template_override(config)
-    file = _existing_file(config)
-    if file is None:
-        _trained_vocab_size(config)
-    else:
-        tokenizer = _load(config, file)
-        _check_fits(config, _vocab_size(tokenizer))
-        _end_of_sequence(config, file.parent, tokenizer)
-    if config.data.source == "chat_jsonl" and template is None and (file is None or not chat_template(file.parent)):
-        raise _no_template(config)
-
-
 def resolve_tokenizer(
     config: RunConfig, source: Source | None, cache: Path, progress: Progress = no_progress
 ) -> TokenizerInfo:
