@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.families.family import FLASH
 
 
 def model_fields(config: RunConfig) -> dict[str, Any]:
@@ -65,17 +67,32 @@ def check_attention(config: RunConfig) -> None:
     from mgpu_pipe.checks.packing import check_packing
 
     fields = model_fields(config)
-    if fields.get("model_type") is not None:
+    told = description(config.objective.name)
+    model_type, flash = fields.get("model_type"), config.model.attn_implementation in FLASH
+    if model_type is None:
+        return
+    if told.families and model_type not in told.families:
+        key = "model.type" if config.model.path is None else "model.path"
+        value = config.model.type if config.model.path is None else config.model.path
+        reason = f"objective.name={told.name} does not train the {model_type} family"
+        raise ConfigError(key, value, f"use one of the families {', '.join(told.families)}", reason)
+    if told.attention == "causal":
         check_causality(fields)
         check_packing(fields, config.data.packing, config.model.attn_implementation)
+    elif flash:
+        fix, reason = (
+            "use sdpa or eager",
+            f"objective.name={told.name} needs a mask, which flash attention does not take",
+        )
+        raise ConfigError("model.attn_implementation", config.model.attn_implementation, fix, reason)
 
 
 def check_freezing(config: RunConfig) -> None:
     """Each pattern matches a parameter: their names are those of the model on the meta device, without weights."""
     if config.model.freeze:
-        from mgpu_pipe.models.build import build_meta
+        from mgpu_pipe.models.build import run_model
 
-        build_meta(config.model)
+        run_model(config)
 
 
 def sequence_errors(config: RunConfig) -> list[BadInputError]:

@@ -115,6 +115,9 @@ def range_errors(config: RunConfig) -> list[ConfigError]:
         least, value = field.metadata.get("at_least"), getattr(config.objective, field.name)
         if least is not None and isinstance(value, int | float) and value < least:
             errors.append(ConfigError(f"objective.{field.name}", value, f"use a number of at least {least}"))
+        most = field.metadata.get("at_most")
+        if most is not None and isinstance(value, int | float) and value > most:
+            errors.append(ConfigError(f"objective.{field.name}", value, f"use a number of at most {most}"))
     for key in ABOVE_ZERO:
         value = _get(config, key)
         if isinstance(value, int | float) and not value > 0:

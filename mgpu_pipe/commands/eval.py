@@ -39,7 +39,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     config = _evaluation_config(run, arguments.overrides)
     prepared = _prepared(run, config)
-    step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0)
+    chosen = objective_class(config.objective.name)
+    step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, chosen.samples)
     if not len(step_batches):
         raise ConfigError(
             "data.validation_fraction",
@@ -48,7 +49,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             "nothing is held out",
         )
     fix_rotary_length(run.model, config.data.seq_len)
-    objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
+    objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
     result = evaluate_step_batches(objective, step_batches)
     told = objective.description
     width = max(12, *(len(metric.name) + 2 for metric in told.metrics))

@@ -21,6 +21,7 @@ def export(argv: Sequence[str]) -> int:
 
 def _export(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export import check_target, export_folder
+    from mgpu_pipe.models.build import class_of
 
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)
@@ -28,7 +29,7 @@ def _export(arguments: argparse.Namespace) -> None:
     run = open_model(folder)
     out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")
-    print(f'load it: transformers.AutoModelForCausalLM.from_pretrained("{out}")')
+    print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
 

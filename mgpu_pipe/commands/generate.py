@@ -41,6 +41,8 @@ def _generate(arguments: argparse.Namespace) -> None:
             raise BadInputError("--prompt: give a text to continue, or pipe one into standard input")
         prompts = [sys.stdin.read().removesuffix("\n")]
     run = open_run(arguments)
+    if not run.model.can_generate():
+        raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
     from mgpu_pipe.inference.generation import generate_text, without_controls
 
     texts = generate_text(

@@ -66,6 +66,7 @@ class Description:
             loss denominator) to the metrics by key.
         counts: what the loss denominator counts.
         model_class: transformers' class that builds its models.
+        families: those whose models it trains; empty for all that the other checks let pass.
         attention: how tokens see one another: causal, in both directions, or an encoder's and a decoder's.
     """
 
@@ -75,6 +76,7 @@ class Description:
     measured: Callable[[Sequence[float]], Mapping[str, float]]
     counts: str = "tokens"
     model_class: str = "AutoModelForCausalLM"
+    families: tuple[str, ...] = ()
     attention: Literal["causal", "bidirectional", "encoder_decoder"] = "causal"
 
     @property

@@ -17,7 +17,7 @@ OBJECTIVE_KEYS_GROUP = "mgpu_pipe.objective_keys"
 STRATEGY_GROUP = "mgpu_pipe.strategies"
 
 DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "synthetic")
-OBJECTIVES = ("causal_lm",)
+OBJECTIVES = ("causal_lm", "masked_lm")
 LONGEST = 300
 """Characters of a stranger's message."""
 

@@ -103,6 +103,10 @@ class ObjectiveConfig:
         """These keys in a small run of ``verify``, whose micro-batches have ``tokens`` tokens."""
         return self
 
+    def reserved_ids(self) -> int:
+        """The last ids of the model's vocabulary that no tokenizer may use."""
+        return 0
+
     def prompts(self) -> tuple[list[str], int]:
         """Texts to continue after training, and the tokens of each continuation."""
         return [], 0

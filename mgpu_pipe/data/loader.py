@@ -30,6 +30,9 @@ STEP_BATCHES_AHEAD = 2
 """That each loader process makes before they are asked for."""
 
 
+View = Callable[[RunConfig, SampleSet], SampleSet]
+
+
 class SizedStepBatches(Sized, Iterable[StepBatch], Protocol):
     """Step batches that can be counted and gone through more than once."""
 
@@ -172,7 +175,13 @@ class EvaluationStepBatches(Sequence[StepBatch]):
 
 
 def train_step_batches(
-    config: RunConfig, prepared: Prepared, plan: BatchPlan, data_parallel_rank: int, start_sample: int, max_steps: int
+    config: RunConfig,
+    prepared: Prepared,
+    plan: BatchPlan,
+    data_parallel_rank: int,
+    start_sample: int,
+    max_steps: int,
+    view: View = lambda config, samples: samples,
 ) -> SizedStepBatches:
     """This process's step batches of the steps that remain.
 
@@ -181,11 +190,12 @@ def train_step_batches(
             ``start_sample // global_batch_size``.
         max_steps: optimizer steps of the whole run, counted from its start; the last step batch is step ``max_steps -
             1``.
+        view: what the objective makes of the data's samples.
 
     Returns:
         A sized iterable. With ``data.num_workers`` above 0, loader processes work ahead; the order is the same.
     """
-    dataset = prepared.open(config, "train")
+    dataset = view(config, prepared.open(config, "train"))
     order = GlobalOrder(config.seed, len(dataset))
     remaining = max(0, max_steps - start_sample // plan.global_batch_size)
     step_batches = TrainStepBatches(dataset, order, plan, data_parallel_rank, start_sample, remaining)
@@ -195,13 +205,17 @@ def train_step_batches(
 
 
 def evaluation_step_batches(
-    config: RunConfig, prepared: Prepared, plan: BatchPlan, data_parallel_rank: int
+    config: RunConfig,
+    prepared: Prepared,
+    plan: BatchPlan,
+    data_parallel_rank: int,
+    view: View = lambda config, samples: samples,
 ) -> EvaluationStepBatches | list[StepBatch]:
     """This process's step batches of one evaluation; an empty list where nothing is held out."""
     samples = prepared.evaluated_samples()
     if not len(samples):
         return []
-    dataset = prepared.open(config, "validation")
+    dataset = view(config, prepared.open(config, "validation"))
     return EvaluationStepBatches(dataset, samples, plan, data_parallel_rank)
 
 

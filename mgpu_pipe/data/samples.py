@@ -108,4 +108,4 @@ def evaluation_numbers(indices: NDArray[np.int64]) -> NDArray[np.int64]:
 def random_of(seed: int, number: int) -> np.random.Generator:
     """The random numbers of the sample that counts as ``number``: a pure function of both arguments."""
     mask = 0xFFFFFFFFFFFFFFFF
-    return np.random.Generator(np.random.Philox(key=[seed & mask, number & mask]))
+    return np.random.Generator(np.random.Philox(key=np.array([seed & mask, number & mask], np.uint64)))

@@ -9,8 +9,11 @@ import sys
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
+
+from mgpu_pipe.models.build import class_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference of a logit, relative to the largest logit: rounding of that type over a model's depth."""
@@ -18,7 +21,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 def main(folder: str) -> int:
     probe = load(sys.stdin.buffer.read())
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    loaded: Any = getattr(transformers, class_of(config.architectures)).from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,

@@ -151,7 +151,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
-    from mgpu_pipe.models.build import at_most, build_meta
+    from mgpu_pipe.models.build import at_most, run_model
     from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings
 
     step_folder = resolve_source(folder, key="folder")
@@ -161,7 +161,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     if not own and config.model.path is not None:
         config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
     with at_most(len(reader.names("model"))):
-        model = build_meta(config.model)
+        model = run_model(config)
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
     model = _with_buffers(model)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint.select import newest_valid
 from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
@@ -127,8 +128,9 @@ def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) ->
     if summary.get("checkpoint") is None:
         return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
     program, root = this_program(), str(paths.root)
+    generates = description(str(summary.get("objective"))).attention == "causal"
     return {
-        "generate": shlex.join([*program, "generate", root, "--prompt", "def "]),
+        **({"generate": shlex.join([*program, "generate", root, "--prompt", "def "])} if generates else {}),
         "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")]),
     }
 

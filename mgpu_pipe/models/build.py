@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from mgpu_pipe.compat.transformers_private import attention_of
-from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
@@ -48,6 +49,8 @@ NOT_FOLLOWED = {
     "use_kernels",
 }
 """What a folder's config.json may not decide: code and kernels to be fetched and run, other folders."""
+MODEL_CLASSES = {"ForMaskedLM": "AutoModelForMaskedLM"}
+"""By the end of an architecture's name; any other is a causal language model."""
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
 LEAST_ELEMENTS = 1 << 20
@@ -83,9 +86,19 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def build_meta(model: ModelConfig) -> PreTrainedModel:
-    """The model on the meta device: fp32 parameters, tied weights tied, ``model.freeze`` frozen, in training mode."""
-    built = _build_meta(model_config(model), model)
+def run_model(config: RunConfig) -> PreTrainedModel:
+    """The model of a run on the meta device, of the class that its objective trains; see :func:`build_meta`."""
+    return build_meta(config.model, description(config.objective.name).model_class)
+
+
+def build_meta(model: ModelConfig, model_class: str | None = None) -> PreTrainedModel:
+    """The model on the meta device: fp32 parameters, tied weights tied, ``model.freeze`` frozen, in training mode.
+
+    Args:
+        model_class: transformers' ``AutoModelFor...``; None: the folder's, as its ``architectures`` say, else that of
+            causal language models.
+    """
+    built = _build_meta(model_config(model), model, model_class)
     freeze_parameters(built, model.freeze)
     return built
 
@@ -166,11 +179,12 @@ def materialise_buffers(model: nn.Module, recipe: InitRecipe, device: torch.devi
 
 
 def load_pretrained(
-    model: ModelConfig, device: torch.device | str, settings: ModelConfig | None = None
+    model: ModelConfig, device: torch.device | str, settings: ModelConfig | None = None, model_class: str | None = None
 ) -> PreTrainedModel:
     """The model of the local folder ``model.path`` with its safetensors weights, fp32, on ``device``.
 
     Args:
+        model_class: as of :func:`build_meta`.
         settings: says what the model is, where the folder gives its weights alone; else ``model`` does.
 
     Raises:
@@ -183,7 +197,7 @@ def load_pretrained(
     check_model_folder(folder)
     config = model_config(settings or model)
     with at_most(stored_tensors(folder)):
-        meta = _build_meta(config, model)
+        meta = _build_meta(config, model, model_class)
     _check_elements(folder, meta)
     result: Any = type(meta).from_pretrained(
         str(folder),
@@ -247,13 +261,23 @@ def _without(names: set[str], value: Any) -> Any:
     return value
 
 
-def _build_meta(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def class_of(architectures: Iterable[str] | None) -> str:
+    """transformers' ``AutoModelFor...`` of models of these classes; causal where they say nothing."""
+    for architecture in architectures or ():
+        for suffix, name in MODEL_CLASSES.items():
+            if str(architecture).endswith(suffix):
+                return name
+    return "AutoModelForCausalLM"
 
+
+def _build_meta(config: PretrainedConfig, model: ModelConfig, model_class: str | None = None) -> PreTrainedModel:
+    import transformers
+
+    maker = getattr(transformers, model_class or class_of(config.architectures))
     wanted = None if model.attn_implementation == "auto" else model.attn_implementation
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, attn_implementation=wanted, dtype=torch.float32)
+            built = maker.from_config(config, attn_implementation=wanted, dtype=torch.float32)
     except ImportError as error:
         fix = "install that package or use auto"
         raise ConfigError("model.attn_implementation", model.attn_implementation, fix, _first_line(error)) from error

@@ -20,7 +20,7 @@ import torch
 from mgpu_pipe.compat.transformers_private import keys_not_expected
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.build import build_meta, check_loading, materialise_empty
+from mgpu_pipe.models.build import build_meta, check_loading, class_of, materialise_empty
 from mgpu_pipe.models.folder import check_model_folder, weight_files
 from mgpu_pipe.models.layout import Layout, layouts_of, unsharded_shape
 from mgpu_pipe.models.parts import local_tensor, parts_held
@@ -95,7 +95,7 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
     targets = _targets(model)
     parameters = {name: target.parameter for name, target in targets.items()}
     shapes = {name: target.whole for name, target in targets.items()}
-    read_folder(source, parameters, shapes, lambda name, stored: targets[name].copy(stored))
+    read_folder(source, parameters, shapes, lambda name, stored: targets[name].copy(stored), type(model).__name__)
     return model.train()
 
 
@@ -104,12 +104,14 @@ def read_folder(
     parameters: Mapping[str, torch.nn.Parameter],
     shapes: Mapping[str, tuple[int, ...]],
     take: TakeTensor,
+    architecture: str,
 ) -> None:
     """Show ``take`` every parameter of ``source`` in its folder, one after the other.
 
     Args:
         parameters: of the model, by all their names; those that are tied are one and the same.
         shapes: whole shapes, by the same names.
+        architecture: the name of the model's class.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
@@ -120,7 +122,9 @@ def read_folder(
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
         held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
-        found = read_tensors(build_meta(replace(source, freeze=[])), held, parameters, shapes, take)
+        found = read_tensors(
+            build_meta(replace(source, freeze=[]), class_of([architecture])), held, parameters, shapes, take
+        )
     check_loading(folder, found, set())
 
 

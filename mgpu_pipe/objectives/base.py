@@ -15,6 +15,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.objective import Description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
+from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
@@ -115,6 +116,11 @@ class Objective(pl.LightningModule, ABC):
     ) -> Self:
         """Build the objective of a run; a subclass reads its own keys of ``config.objective`` here."""
         return cls(model, optimizer_factory, learning_rate)
+
+    @classmethod
+    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
+        """What is trained and evaluated on, of the data's samples: as they are, or changed as they are read."""
+        return samples
 
     @abstractmethod
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

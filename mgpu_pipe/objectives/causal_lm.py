@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,44 +15,12 @@ from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.causal_lm_keys import CausalLMConfig
-from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy, logits_cross_entropy
+from mgpu_pipe.objectives.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.objectives.router_loss import RouterLoss
-from mgpu_pipe.parallel.vocabulary import shard_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-log = logging.getLogger(__name__)
-
-
-class LossHead:
-    """Lets a model's output head return the sum of losses instead of logits.
-
-    The head module's ``forward`` is wrapped, so that the loss is computed where the head's weight is at hand: FSDP
-    gathers it around the module's call, tensor parallelism shards it there, a pipeline holds it on the last stage.
-    """
-
-    def __init__(self, head: torch.nn.Linear, chunk_tokens: int | str) -> None:
-        self.labels: torch.Tensor | None = None
-        self.result: torch.Tensor | None = None
-        self._head, self._chunk_tokens = head, chunk_tokens
-        plain_forward = head.forward
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            if self.labels is None:
-                return plain_forward(hidden)
-            self.result = linear_cross_entropy(
-                hidden, head.weight, head.bias, self.labels, self._chunk_tokens, shard_of(head)
-            )
-            return self.result
-
-        head.forward = forward  # type: ignore[method-assign, assignment]
-
-    @property
-    def applies(self) -> bool:
-        """Whether the loss is to be computed here: not from whole logits, which a cut vocabulary never has."""
-        return self._chunk_tokens != 0 or shard_of(self._head) is not None
 
 
 class CausalLMObjective(Objective):
@@ -77,8 +44,7 @@ class CausalLMObjective(Objective):
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self.router_loss = RouterLoss(model, router_aux_loss) if router_aux_loss else None
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        self._head = LossHead(head, chunk_tokens) if isinstance(head, torch.nn.Linear) else None
+        self._loss = TokenLoss(model, chunk_tokens)
 
     @classmethod
     def from_config(
@@ -131,34 +97,7 @@ class CausalLMObjective(Objective):
             return self.router_loss.added(self._token_loss(batch), batch["labels"])
 
     def _token_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        inputs = self.model_inputs(batch)
-        if self._head is None or not self._head.applies:
-            return logits_cross_entropy(self.model(**inputs).logits, batch["labels"])
-        self._head.labels, returned = batch["labels"], None
-        try:
-            returned = self.model(**inputs).logits
-        except IndexError:  # of a scalar, which the loss is and logits are not
-            if self._head.result is None:
-                raise
-        finally:
-            self._head.labels = None
-        loss, self._head.result = self._head.result, None
-        if loss is not None and returned is not None and _same_values(returned, loss):
-            return cast(torch.Tensor, returned)
-        # The model does something to its logits after the head (soft-capping, scaling, cutting), so it needs them.
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            log.warning(
-                "%s changes its logits after the head: they are computed whole, whatever "
-                "objective.loss_chunk_tokens says",
-                type(self.model).__name__,
-            )
-        self._head = None
-        return self._token_loss(batch)
-
-
-def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:
-    """Whether ``returned`` is the loss itself, or an alias of it that an engine's hook on the head made."""
-    return returned is loss or (returned.shape == loss.shape and returned.data_ptr() == loss.data_ptr())
+        return self._loss.sum(self.model_inputs(batch), batch["labels"])
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _read_parts(model: nn.Module, folder: ModelConfig, dtype: torch.dtype, rank:
             copied = values.to(parameter.ds_tensor.device, torch.float32, copy=True)
             shards[first_names[id(parameter)]] = (start, copied)
 
-    read_folder(folder, parameters, shapes, take)
+    read_folder(folder, parameters, shapes, take, type(model).__name__)
     return shards
 
 

@@ -12,8 +12,9 @@ import torch
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import resolve_source
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.build import load_pretrained, materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.topology import ParallelDims
@@ -46,14 +47,14 @@ def _model_and_filler(
     if starts_from_folder(config):
         source = replace(config.model, type=None, path=config.checkpoint.init_from, config={})
     if source.path is not None and not sharded:
-        return load_pretrained(source, device, config.model), None
+        return load_pretrained(source, device, config.model, description(config.objective.name).model_class), None
     if source.path is not None:
-        return build_meta(config.model), FolderWeights(source)
+        return run_model(config), FolderWeights(source)
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)
 
-    return build_meta(config.model), fill
+    return run_model(config), fill
 
 
 def starts_from_folder(config: RunConfig) -> bool:

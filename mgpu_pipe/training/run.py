@@ -24,7 +24,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
@@ -102,7 +102,7 @@ def train(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(error, rank, config, dims, plan, build_meta(config.model), {}) from error
+        raise out_of_memory(error, rank, config, dims, plan, run_model(config), {}) from error
     if device.type == "cuda":
         set_tf32(model, uses_tf32(config))
     settings = model_settings(model.config)
@@ -159,7 +159,7 @@ def train(
         reader=source,
         resume_optimizer=not weights_only,
     )
-    held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank))
+    held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank), objective.samples)
     try:
         trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
         trainer.fit(
@@ -171,6 +171,7 @@ def train(
                 dims.data_parallel_rank(rank),
                 start_sample=start_step * plan.global_batch_size,
                 max_steps=max_steps,
+                view=objective.samples,
             ),
             held_out if prepared.validation_samples else None,
         )

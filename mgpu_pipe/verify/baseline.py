@@ -14,7 +14,7 @@ import torch
 from mgpu_pipe.checkpoint.adapters import model_shards, optimizer_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
 from mgpu_pipe.training.optimizers import optimizer_factory
@@ -48,7 +48,7 @@ class BaselineRun:
 
     def __init__(self, config: RunConfig, objective: Objective, precision: str = "fp32") -> None:
         self._objective = objective
-        model = build_meta(config.model)
+        model = run_model(config)
         fix_rotary_length(model, config.data.seq_len)
         self.model = materialise(model, config.seed, "cpu")
         if precision == "bf16_true":

@@ -20,7 +20,7 @@ from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
-from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
 from mgpu_pipe.strategies.base import EngineStrategy
@@ -96,7 +96,7 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
     strategy = strategy_class(config.strategy.engine).from_config(
         config, dims, torch.device("cpu"), materialise=materialised, dropout_seed=None, stop_requested=lambda: False
     )
-    model = build_meta(config.model)
+    model = run_model(config)
     fix_rotary_length(model, config.data.seq_len)
     objective = objective_class(config.objective.name).from_config(
         config,

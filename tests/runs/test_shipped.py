@@ -25,13 +25,14 @@ def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def test_the_tiny_models_are_the_promised_families() -> None:
-    assert TINY == ["gpt2_tiny", "llama_tiny", "mixtral_tiny", "qwen3_tiny"]
+    assert TINY == ["bert_tiny", "gpt2_tiny", "llama_tiny", "mixtral_tiny", "qwen3_tiny"]
 
 
 @pytest.mark.parametrize("model", TINY)
 def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Path) -> None:
     overrides = [
         f"model={model}",
+        f"objective={'masked_lm' if model == 'bert_tiny' else 'causal_lm'}",
         "data=synthetic",
         "strategy=ddp",
         "trainer.devices=2",

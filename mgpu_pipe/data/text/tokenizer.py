@@ -165,8 +165,12 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
 
 def _check_fits(config: RunConfig, size: int) -> None:
     model = model_vocab_size(config.model)
-    if model is None or size <= model:
+    reserved = config.objective.reserved_ids()
+    if model is None or size <= model - reserved:
         return
+    if size <= model:
+        reason = f"the tokenizer uses all {size} ids, and objective.name={config.objective.name} takes the last one"
+        raise ConfigError("objective.mask_token_id", "auto", "give the tokenizer's mask token", reason)
     if config.model.path and "vocab_size" not in config.model.config:
         raise ModelFolderError(
             f"model.path={config.model.path}: its vocabulary has {model} entries, but the tokenizer has {size}; "
@@ -270,7 +274,7 @@ def _trained_vocab_size(config: RunConfig) -> int:
         tokenizer_train.check_bpe_size(size)
     elif size < 2:
         raise ConfigError("model.config.vocab_size", size, "use at least 2")
-    return size
+    return size - config.objective.reserved_ids()
 
 
 def _no_template(config: RunConfig) -> ConfigError:

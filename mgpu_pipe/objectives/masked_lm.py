@@ -1,0 +1,173 @@
+"""Masked language modelling: tokens that are hidden are found again from those on both sides.
+
+Of every sample a share of the tokens is drawn; 80% of them are hidden behind the mask token, 10% replaced by another
+token, 10% left as they are (Devlin et al. 2019, "BERT", arXiv:1810.04805, section 3.1). They are drawn by the run's
+seed and the sample's number in the run: anew in each epoch, and the same however the batch is cut. Attention stays
+inside the documents of a packed sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.samples import SampleSet, random_of
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.masked_lm_keys import DESCRIPTION, MaskedLMConfig
+from mgpu_pipe.objectives.packed_text import block_diagonal_mask, random_packed_text
+from mgpu_pipe.parallel.randomness import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HIDDEN, REPLACED = 0.8, 0.9
+"""Below the first a drawn token is hidden, from it to the second replaced, above it left as it is."""
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How tokens are hidden.
+
+    Attributes:
+        share: of a sample's tokens.
+        token: stands for a hidden one; those that replace others are below ``vocabulary`` and none of it.
+    """
+
+    share: float
+    token: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, keys: MaskedLMConfig, vocabulary: int) -> Masking:
+        return cls(keys.mask_share, vocabulary - 1 if keys.mask_token_id == "auto" else keys.mask_token_id, vocabulary)
+
+    def drawn(self, tokens: int) -> int:
+        """Tokens drawn of a sample that has so many; known before they are drawn."""
+        return min(tokens, max(1, round(self.share * tokens)))
+
+    def mask(self, ids: NDArray[np.int64], tokens: int, random: np.random.Generator) -> NDArray[np.int64]:
+        """Hide tokens of a sample's ``ids`` in place, of its first ``tokens`` ones; the labels."""
+        labels = np.full_like(ids, IGNORE_INDEX)
+        chosen = random.permutation(tokens)[: self.drawn(tokens)]
+        labels[chosen] = ids[chosen]
+        fate = random.random(len(chosen))
+        other = random.integers(0, self.vocabulary - 1, len(chosen))
+        other += other >= self.token
+        ids[chosen] = np.where(fate < HIDDEN, self.token, np.where(fate < REPLACED, other, ids[chosen]))
+        return labels
+
+
+@dataclass(frozen=True)
+class MaskedSamples:
+    """Packed text whose tokens are hidden as the samples are read."""
+
+    text: SampleSet
+    masking: Masking
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def _tokens(self, indices: NDArray[np.int64]) -> list[int]:
+        one_by_one = (indices[at : at + 1] for at in range(len(indices)))
+        return [self.text.positions(one) - self.text.padding(one) for one in one_by_one]
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        read = self.text.batch(indices, numbers)
+        ids = read["input_ids"].numpy()
+        labels = [
+            self.masking.mask(row, tokens, random_of(self.seed, number))
+            for row, tokens, number in zip(ids, self._tokens(indices), numbers.tolist(), strict=True)
+        ]
+        return {**read, "labels": torch.from_numpy(np.stack(labels))}
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return sum(map(self.masking.drawn, self._tokens(indices)))
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return self.text.positions(indices)
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.text.padding(indices)
+
+
+class MaskedLMObjective(Objective):
+    """Cross-entropy of the hidden tokens under a Hugging Face masked language model.
+
+    Args:
+        keys: ``objective.*``.
+    """
+
+    description = DESCRIPTION
+    num_sums = 2
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: MaskedLMConfig
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._keys = keys
+        self._loss = TokenLoss(model, keys.loss_chunk_tokens)
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        return cls(model, optimizer_factory, learning_rate, cast(MaskedLMConfig, config.objective))
+
+    @classmethod
+    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
+        vocabulary = int(resolved_fields(config.model)["vocab_size"])
+        return MaskedSamples(samples, Masking.of(cast(MaskedLMConfig, config.objective), vocabulary), config.seed)
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        positions = batch["position_ids"]
+        as_bool = self.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+        mask = block_diagonal_mask(positions, as_bool, causal=False)
+        return {"input_ids": batch["input_ids"], "position_ids": positions, "attention_mask": mask}
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss.sum(self.model_inputs(batch), batch["labels"])
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss.sums(self.model_inputs(batch), batch["labels"])
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        vocabulary = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        batch = random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
+        masking = Masking.of(self._keys, vocabulary)
+        for row in range(samples):
+            tokens = seq_len - seq_len // 3 if row % 4 == 1 else seq_len
+            random = random_of(seed, step * samples + row)
+            labels = masking.mask(batch["input_ids"][row].numpy(), tokens, random)
+            batch["labels"][row] = torch.from_numpy(labels)
+        if step % 3 == 2 and samples > 2:
+            batch["labels"][-1] = IGNORE_INDEX
+        return batch
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One document at a time, whole, without a mask."""
+        losses = []
+        for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
+            starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+            for start, stop in pairwise(starts):
+                wanted = labels[start:stop]
+                if bool((wanted != IGNORE_INDEX).any()):
+                    logits = forward(input_ids=ids[None, start:stop]).logits[0].float()
+                    losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum"))
+        return Reference(torch.stack(losses).sum())
+
+
+OBJECTIVE = MaskedLMObjective

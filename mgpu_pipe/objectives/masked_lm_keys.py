@@ -1,0 +1,49 @@
+"""What code without torch knows of masked language modelling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from typing_extensions import Self
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig
+
+
+@dataclass
+class MaskedLMConfig(ObjectiveConfig):
+    name: str = "masked_lm"
+    """causal_lm, masked_lm, or a name that a plug-in registers."""
+    mask_share: float = field(default=0.15, metadata={"at_least": 0, "at_most": 1})
+    """Share of a sample's tokens that are to be found again, at least one; drawn anew in every epoch."""
+    mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
+    """What stands for a hidden token; auto: the last id of the model's vocabulary, which no tokenizer may use then."""
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+
+    def shrunk(self, tokens: int) -> Self:
+        chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
+        return replace(self, mask_token_id="auto", loss_chunk_tokens=chunk)
+
+    def reserved_ids(self) -> int:
+        return 1 if self.mask_token_id == "auto" else 0
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    return {"val/loss": sums[0] / sums[-1], "val/accuracy": sums[1] / sums[-1]}
+
+
+DESCRIPTION = Description(
+    name="masked_lm",
+    keys=MaskedLMConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a token"),
+        Metric("val/accuracy", "held-out accuracy", percent=True, higher_is_better=True, headline=True),
+    ),
+    measured=measured,
+    counts="hidden tokens",
+    model_class="AutoModelForMaskedLM",
+    attention="bidirectional",
+    families=("bert",),
+)
