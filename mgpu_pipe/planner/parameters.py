@@ -46,6 +46,11 @@ FAMILIES = {
 }
 
 
+def counts(fields: Mapping[str, Any]) -> bool:
+    """Whether a layer's parameters are known exactly."""
+    return fields.get("model_type") in FAMILIES
+
+
 def count_parameters(fields: Mapping[str, Any]) -> ParameterCount | None:
     """Exact counts for the families above; None for any other, and for variants with cross-attention."""
     if fields.get("model_type") not in FAMILIES or fields.get("add_cross_attention"):

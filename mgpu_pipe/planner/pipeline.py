@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.planner.flops import attention_forward_flops, forward_flops
-from mgpu_pipe.planner.parameters import embedding_parameters, final_norm_parameters, head_parameters, layer_parameters
+from mgpu_pipe.planner.parameters import (
+    counts,
+    embedding_parameters,
+    final_norm_parameters,
+    head_parameters,
+    layer_parameters,
+)
 from mgpu_pipe.planner.shapes import Shape
 
 
@@ -29,6 +35,8 @@ class LayerCosts:
     norm_parameters: int = 0
     tied: bool = False
     """The head's weight is the embedding's."""
+    counted: bool = True
+    """Whether parameters are exact, and not from a layer's usual shape."""
 
     @property
     def total(self) -> float:
@@ -47,7 +55,8 @@ class StageContent:
     stage: int
     rank: int
     layers: range
-    parameters: int
+    parameters: int | None
+    """None where they are not known."""
     share: float
     """Its part of all operations."""
     first: bool
@@ -57,8 +66,8 @@ class StageContent:
         """In words: ``stage 0 on rank 0: embedding, layers 0-3, 1.2M parameters, 24% of the work``."""
         layers = f"layer {self.layers.start}" if len(self.layers) == 1 else f"layers {self.layers[0]}-{self.layers[-1]}"
         parts = ["embedding"] * self.first + [layers] + ["norm and head"] * self.last
-        content = f"{', '.join(parts)}, {self.parameters / 1e6:.3g}M parameters"
-        return f"stage {self.stage} on rank {self.rank}: {content}, {self.share:.0%} of the work"
+        parts += [] if self.parameters is None else [f"{self.parameters / 1e6:.3g}M parameters"]
+        return f"stage {self.stage} on rank {self.rank}: {', '.join(parts)}, {self.share:.0%} of the work"
 
 
 def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
@@ -75,6 +84,7 @@ def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
         head_parameters=head_parameters(fields),
         norm_parameters=final_norm_parameters(fields),
         tied=bool(fields.get("tie_word_embeddings")),
+        counted=counts(fields),
     )
 
 
@@ -130,5 +140,6 @@ def stage_contents(costs: LayerCosts, layers: Sequence[range], ranks_of_stages: 
         parameters = sum(costs.layer_parameters[held.start : held.stop])
         parameters += costs.embedding_parameters * first
         parameters += (costs.norm_parameters + (0 if shares else costs.head_parameters)) * last
-        found.append(StageContent(stage, rank, held, parameters, costs.stage(held) / costs.total, first, last))
+        share, known = costs.stage(held) / costs.total, parameters if costs.counted else None
+        found.append(StageContent(stage, rank, held, known, share, first, last))
     return found

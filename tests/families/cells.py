@@ -128,8 +128,8 @@ def _rotary(known: ConfigClass) -> Iterator[dict[str, Any]]:
         }
 
 
-def small(variant: Variant, tp: int = 1) -> ModelConfig:
-    """The variant as ``mgpu-pipe verify`` makes it small."""
+def small(variant: Variant, tp: int = 1, stages: int = 1) -> ModelConfig:
+    """The variant as ``mgpu-pipe verify`` makes it small, for so many stages of a pipeline."""
     given = dict(variant.fields)
     rope = given.pop("rope_parameters", None)
     fields = {**EXTRA.get(variant.family, {}), **given}
@@ -137,7 +137,7 @@ def small(variant: Variant, tp: int = 1) -> ModelConfig:
         fields |= more if fields.get(name) else {}
     model = ModelConfig(name=variant.family, type=variant.family, config=fields)
     dims = ParallelDims(tp=tp)
-    made = shrink_model(model, dims, SEQ_LEN)
+    made = shrink_model(model, dims, SEQ_LEN, stages)
     made.config.update(rope_type_of(made, rope) if rope else {})
     return made
 

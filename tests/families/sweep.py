@@ -30,9 +30,11 @@ from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.families.find import stages_of
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import model_types
 from tests.families.cells import Variant, not_tried, small, variants
+from tests.families.stages import STAGES, stages_error
 from tests.families.step import (
     compute_in,
     error,
@@ -48,9 +50,14 @@ from tests.support.processes import run_processes
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "families.json"
 Cell = dict[str, Any]
-TP = ["strategy=tp", "strategy.tp=2"]
+STRATEGIES = {
+    "single": (1, ["strategy=single"]),
+    "tp": (2, ["strategy=tp", "strategy.tp=2"]),
+    "pp": (2, ["strategy=pp", "strategy.pp=2", "data.micro_batch_size=1"]),
+}
+"""Processes, and what is typed for them."""
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-AXES = {"single": "one process", "tp": "tp=2", "compile": "compiled"}
+AXES = {"single": "one process", "tp": "tp=2", "pp": "pp=2", "compile": "compiled"}
 BAD = ("wrong", "crash")
 NEAR = 30.0
 LIMIT_S = 600.0
@@ -58,22 +65,22 @@ LIMIT_S = 600.0
 
 
 @lru_cache(maxsize=8)
-def _composed(tp: int, packing: str) -> RunConfig:
+def _composed(strategy: str, packing: str) -> RunConfig:
     words = [
         "data.source=synthetic",
         "data.seq_len=24",
         "data.global_batch_size=2",
-        f"trainer.devices={tp}",
+        f"trainer.devices={STRATEGIES[strategy][0]}",
         "trainer.accelerator=cpu",
         "trainer.max_steps=1",
         f"data.packing={packing}",
     ]
-    return compose([*words, *(TP if tp > 1 else ["strategy=single"])])[0]
+    return compose([*words, *STRATEGIES[strategy][1]])[0]
 
 
-def refusal(model: ModelConfig, tp: int, packing: str) -> str | None:
+def refusal(model: ModelConfig, strategy: str, packing: str) -> str | None:
     """The first line with which the run that a cell stands for is refused before it starts."""
-    errors = preflight_errors(replace(_composed(tp, packing), model=model))
+    errors = preflight_errors(replace(_composed(strategy, packing), model=model))
     return str(errors[0]) if errors else None
 
 
@@ -109,7 +116,7 @@ def _on_one_process(model: ModelConfig, compiles: bool) -> tuple[Cell, Any, Any]
     isolated = isolates(model)
     packing = "best_fit" if isolated else "none"
     cell: Cell = {"packs": isolated}
-    said = refusal(model, 1, packing)
+    said = refusal(model, "single", packing)
     if said is not None:
         return {**cell, "single": {"is": "refused", "why": said}}, None, None
     try:
@@ -128,14 +135,14 @@ def _on_one_process(model: ModelConfig, compiles: bool) -> tuple[Cell, Any, Any]
         return {**cell, "single": _told("crash", failure)}, None, None
     if compiles:
         cell["compile"] = _compiled(model, expected, packing)
-    said = refusal(model, 2, packing)
+    said = refusal(model, "tp", packing)
     if said is not None:
         return {**cell, "tp": {"is": "refused", "why": said}}, None, None
     return cell, expected, {name: value.float() for name, value in values_of(whole).items()}
 
 
 def _compiled(model: ModelConfig, expected: Any, packing: str) -> Cell:
-    said = refusal(replace(model, compile=True), 1, packing)
+    said = refusal(replace(model, compile=True), "single", packing)
     if said is not None:
         return {"is": "refused", "why": said}
     try:
@@ -214,16 +221,30 @@ def cells_of(chosen: list[Variant], compiled: bool = False, context: Any = None)
             models[variant.name] = small(variant)
             build_meta(models[variant.name])  # imports the family's code, once for both ranks
         except Exception as failure:
-            said = refusal(models[variant.name], 1, "none") if variant.name in models else None
+            said = refusal(models[variant.name], "single", "none") if variant.name in models else None
             cells[variant.name] = {"single": {"is": "refused", "why": said} if said else _told("untried", failure)}
             models.pop(variant.name, None)
     if models:
         try:
-            ranks = 2 if any(refusal(model, 2, "none") is None for model in models.values()) else 1
+            ranks = 2 if any(refusal(model, "tp", "none") is None for model in models.values()) else 1
             cells.update(run_processes(ranks, family_cells, models, compiled, timeout_s=LIMIT_S, context=context)[0])
         except AssertionError as failure:
             cells.update({name: {"single": {"is": "crash", "why": str(failure)[-300:]}} for name in models})
+    for variant in chosen:
+        if stages_of(variant.family) is not None and cells[variant.name]["single"]["is"] == "equal":
+            cells[variant.name]["pp"] = in_stages(variant)
     return cells
+
+
+def in_stages(variant: Variant) -> Cell:
+    """The cell of the variant's pipeline: its stages one after the other in this process."""
+    try:
+        model = small(variant, stages=STAGES)
+        said = refusal(model, "pp", "best_fit" if isolates(model) else "none")
+        return {"is": "refused", "why": said} if said else _judged({"pp": stages_error(model)})
+    except Exception as failure:
+        refused = isinstance(failure, ConfigError) and failure.key == "model.type"
+        return _told("untried" if refused else "crash", failure)
 
 
 def write(place: Path, table: dict[str, Any]) -> None:
@@ -251,7 +272,8 @@ def page(table: dict[str, Any]) -> str:
         "`python -m tests.families.sweep`; cell by cell in `benchmarks/results/families.json`.",
         "",
         "`packs`: documents of one row are kept apart; where not, `data.packing=none` is asked for. A number alone",
-        "says how many variants are equal; `refused` are told in one line before a run starts.",
+        "says how many variants are equal; `refused` are told in one line before a run starts. `pp=2`: four stages one",
+        "after the other in one process against the whole model; nothing where the family cannot be cut into stages.",
         "",
         f"| family | packs | {' | '.join(AXES[axis] for axis in axes)} |",
         f"|---|---|{'---|' * len(axes)}",
@@ -282,6 +304,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--again", action="store_true", help="try families with wrong cells and crashes again")
     parser.add_argument("--compile", action="store_true", help="try a family's first variant under torch.compile")
+    parser.add_argument("--stages", action="store_true", help="try pipelines alone, of cells that are there")
     parser.add_argument("--first", type=int, help="try so many variants of each family")
     parser.add_argument("families", nargs="*")
     arguments = parser.parse_args()
@@ -289,7 +312,16 @@ def main() -> None:
     table: dict[str, Any] = {}
     if arguments.table.exists():
         table = json.loads(arguments.table.read_text(encoding="utf-8"))["families"]
-    for family in arguments.families or model_types():
+    for family in arguments.families or (table if arguments.stages else model_types()):
+        if arguments.stages:
+            if stages_of(family) is None:
+                continue
+            cells = {variant.name: variant for variant in variants(family)}
+            for name, cell in table[family].items():
+                if cell["single"]["is"] == "equal":
+                    cell["pp"] = in_stages(cells[name])
+                    print(f"{family} [{name}] pp: {cell['pp']}", flush=True)
+            continue
         bad = any(
             part["is"] in BAD
             for cell in table.get(family, {}).values()
@@ -310,6 +342,10 @@ def main() -> None:
                         f"{cell[axis].get('why', '')}",
                         flush=True,
                     )
+    if arguments.stages:
+        write(arguments.table, table)
+    if arguments.stages and arguments.table == TABLE:
+        PAGE.write_text(page(table), encoding="utf-8")
 
 
 if __name__ == "__main__":

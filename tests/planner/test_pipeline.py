@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planner.pipeline import LayerCosts, layer_costs, stage_contents, stage_layers
 from tests.parallel.pipeline_support import build_meta, model_of
@@ -94,3 +95,13 @@ def test_what_check_prints_is_what_the_ranks_hold(name: str, schedule: str, rank
         held = sum(content.parameters for content in contents if content.rank == rank)
         assert sum(p.numel() for p in built.parameters()) == held
         assert [view.index for view in views] == [c.stage for c in contents if c.rank == rank]
+
+
+def test_what_a_stage_holds_is_left_out_where_it_cannot_be_counted() -> None:
+    said = {}
+    for family in ("llama", "gemma2"):
+        costs = layer_costs(resolved_fields(ModelConfig(type=family)), 24)
+        (content,) = stage_contents(costs, [range(len(costs.layers))], (0,))
+        said[family] = content.describe()
+    assert said["llama"].endswith("norm and head, 6.74e+03M parameters, 100% of the work")
+    assert said["gemma2"].endswith("norm and head, 100% of the work")
