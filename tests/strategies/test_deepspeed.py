@@ -153,7 +153,7 @@ def trained(
         "state": parts(strategy.optimizer_shards()),
         "memory": strategy.memory_parts(),
         "global_step": trainer.global_step,
-        "head": objective._head is not None,
+        "head": objective._loss._head is not None,
     }
 
 
