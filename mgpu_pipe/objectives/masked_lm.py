@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import SampleSet, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
@@ -133,7 +134,7 @@ class MaskedLMObjective(Objective):
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         positions = batch["position_ids"]
-        as_bool = self.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+        as_bool = attention_of(cast(Any, self.model.config)) == "sdpa"
         mask = block_diagonal_mask(positions, as_bool, causal=False)
         return {"input_ids": batch["input_ids"], "position_ids": positions, "attention_mask": mask}
 
