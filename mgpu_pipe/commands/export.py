@@ -21,11 +21,12 @@ def export(argv: Sequence[str]) -> int:
 
 def _export(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export import check_target, export_folder
-    from mgpu_pipe.models.build import class_of
 
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)
     quiet()
+    from mgpu_pipe.models.build import class_of  # brings torch, which an early refusal does not wait for
+
     run = open_model(folder)
     out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")

@@ -102,7 +102,7 @@ def backward(
 def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_kernels, "_by_flash", lambda query: True)
     operators = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
-    monkeypatch.setattr(context_kernels, "aten", operators)
+    monkeypatch.setattr(context_kernels, "operator", lambda name: getattr(operators, name))
 
 
 def ranks_in_turn(length: int, size: int, seed: int) -> list[torch.Tensor]:
