@@ -35,7 +35,7 @@ def check_model(config: RunConfig) -> None:
         if not model.path.strip() or not Path(model.path).expanduser().exists():
             return  # said by value_errors
         check_model_folder(model.path, *_tokenizer_ids(config))
-    check_model_config(model)
+    check_model_config(model, description(config.objective.name).model_class)
 
 
 def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:

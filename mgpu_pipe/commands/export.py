@@ -9,6 +9,7 @@ from mgpu_pipe.commands import Verb
 from mgpu_pipe.errors import EXIT_OK
 from mgpu_pipe.inference.arguments import folder_of, parsed, parser_of, quiet, takes_target
 from mgpu_pipe.inference.load import open_model
+from mgpu_pipe.models.fields import class_of
 
 
 def export(argv: Sequence[str]) -> int:
@@ -25,8 +26,6 @@ def _export(arguments: argparse.Namespace) -> None:
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)
     quiet()
-    from mgpu_pipe.models.build import class_of  # brings torch, which an early refusal does not wait for
-
     run = open_model(folder)
     out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")

@@ -51,7 +51,7 @@ def package_folder() -> Path | None:
     return Path(places[0]) if places else None
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def auto_mapping(name: str) -> dict[str, str]:
     """A table of ``transformers.models.auto`` such as ``CONFIG_MAPPING_NAMES``: model_type -> class or module."""
     folder = package_folder()

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load
 from transformers import AutoConfig
 
-from mgpu_pipe.models.build import class_of
+from mgpu_pipe.models.fields import class_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference of a logit, relative to the largest logit: rounding of that type over a model's depth."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
-from mgpu_pipe.models.fields import check_model_config
+from mgpu_pipe.models.fields import check_model_config, class_of
 from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
@@ -49,8 +49,6 @@ NOT_FOLLOWED = {
     "use_kernels",
 }
 """What a folder's config.json may not decide: code and kernels to be fetched and run, other folders."""
-MODEL_CLASSES = {"ForMaskedLM": "AutoModelForMaskedLM"}
-"""By the end of an architecture's name; any other is a causal language model."""
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
 LEAST_ELEMENTS = 1 << 20
@@ -259,15 +257,6 @@ def _without(names: set[str], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without(names, item) for key, item in value.items() if key not in names}
     return value
-
-
-def class_of(architectures: Iterable[str] | None) -> str:
-    """transformers' ``AutoModelFor...`` of models of these classes; causal where they say nothing."""
-    for architecture in architectures or ():
-        for suffix, name in MODEL_CLASSES.items():
-            if str(architecture).endswith(suffix):
-                return name
-    return "AutoModelForCausalLM"
 
 
 def _build_meta(config: PretrainedConfig, model: ModelConfig, model_class: str | None = None) -> PreTrainedModel:

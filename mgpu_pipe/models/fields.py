@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,13 @@ SET_ELSEWHERE = {
     "name_or_path": "use model.path",
 }
 """Fields of every configuration class that this program sets by a key of its own."""
+MODEL_CLASSES = {
+    "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
+    "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "sequence-to-sequence model"),
+    "AutoModelForMaskedLM": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
+    "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
+}
+"""transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""
@@ -44,9 +51,16 @@ PRIMITIVES: dict[str, tuple[type, ...]] = {
 }
 
 
-def model_types() -> list[str]:
-    """Every model_type of which transformers has a causal language model."""
-    return sorted(auto_mapping("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+def model_types(model_class: str = "AutoModelForCausalLM") -> list[str]:
+    """Every model_type of which transformers has a model of that class, one of :data:`MODEL_CLASSES`."""
+    return sorted(auto_mapping(MODEL_CLASSES[model_class][0]))
+
+
+def class_of(architectures: Iterable[str] | None) -> str:
+    """transformers' ``AutoModelFor...`` of models of these classes; causal where they say nothing."""
+    named = [str(architecture).removeprefix("FSDP") for architecture in architectures or ()]
+    built = (name for name, (table, _) in MODEL_CLASSES.items() if set(named) & set(auto_mapping(table).values()))
+    return next(built, "AutoModelForCausalLM")
 
 
 def config_fields(model_type: str) -> set[str] | None:
@@ -55,8 +69,11 @@ def config_fields(model_type: str) -> set[str] | None:
     return None if found is None else found.names - set(SET_ELSEWHERE)
 
 
-def check_model_config(model: ModelConfig) -> None:
+def check_model_config(model: ModelConfig, model_class: str | None = None) -> None:
     """Raise for whatever about ``model`` can be known to be wrong from the source of its configuration class.
+
+    Args:
+        model_class: of what is built, one of :data:`MODEL_CLASSES`; None: any of them.
 
     Raises:
         ConfigErrors: neither or both of ``model.type`` and ``model.path``, an unknown type, an unknown field (with
@@ -73,11 +90,13 @@ def check_model_config(model: ModelConfig) -> None:
     if package_folder() is None:
         raise ConfigErrors([ConfigError("model.type", model.type, "install transformers")])
     model_type = _model_type(model)
-    if model_type not in model_types():
+    classes = [model_class] if model_class else list(MODEL_CLASSES)
+    types = {name for one in classes for name in model_types(one)}
+    if model_type not in types:
         key, given = ("model.type", model.type) if model.path is None else ("model.path", model.path)
-        close = nearest(model_type, model_types())
-        fix = f"did you mean {close}?" if close else "use a causal language model that transformers knows"
-        raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no causal language model {model_type}")])
+        close, kind = nearest(model_type, types), MODEL_CLASSES[classes[0]][1]
+        fix = f"did you mean {close}?" if close else f"use a {kind} that transformers knows"
+        raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no {kind} {model_type}")])
     known = config_class(model_type)
     if known is not None:
         settings = model.config.items()

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def training_flops_per_token(config: PretrainedConfig, seq_len: int) -> float:
+def training_flops_per_token(
+    config: PretrainedConfig, seq_len: int, model_class: str = "AutoModelForCausalLM"
+) -> float:
     """FLOPs of the forward and backward pass of one token in samples of ``seq_len``.
 
     Counted on a whole model of that configuration on the meta device, so whatever the caller's own was cut into.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = getattr(transformers, model_class).from_config(config)
     shape = Shape.of(config.get_text_config())
     return flops.training_flops_per_token(active_matmul_parameters(model), shape, seq_len)
 

@@ -226,7 +226,8 @@ def _utilisation(
     peak = known_gpu_peak(torch.cuda.get_device_name(device), "fp32" if precision == "fp32" else "bf16")
     if peak is None:
         return None
-    per_token = training_flops_per_token(model.config, config.data.seq_len)
+    model_class = description(config.objective.name).model_class
+    per_token = training_flops_per_token(model.config, config.data.seq_len, model_class)
     return lambda tokens_per_s: tokens_per_s * per_token / (peak * world_size)
 
 

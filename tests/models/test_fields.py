@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, model_config
-from mgpu_pipe.models.fields import check_model_config, config_fields, model_types, resolved_fields
+from mgpu_pipe.models.fields import check_model_config, class_of, config_fields, model_types, resolved_fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,3 +119,24 @@ def test_a_field_that_a_forward_pass_needs_is_asked_for() -> None:
     with pytest.raises(ConfigErrors, match=r"model\.config\.default_language=null: give the language"):
         check_model_config(ModelConfig(type="xmod"))
     check_model_config(ModelConfig(type="xmod", config={"default_language": "en_XX"}))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_class"),
+    [
+        ("LlamaForCausalLM", "AutoModelForCausalLM"),
+        ("Gemma3ForConditionalGeneration", "AutoModelForCausalLM"),
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("FSDPBertForMaskedLM", "AutoModelForMaskedLM"),
+        ("BertForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("NoSuchModel", "AutoModelForCausalLM"),
+    ],
+)
+def test_an_architecture_is_built_by_the_class_that_knows_it(architecture: str, model_class: str) -> None:
+    assert class_of([architecture]) == model_class
+
+
+def test_a_type_is_refused_where_the_objective_has_no_model_of_it() -> None:
+    with pytest.raises(ConfigErrors, match="transformers has no sequence classifier rwkv"):
+        check_model_config(ModelConfig(type="rwkv"), "AutoModelForSequenceClassification")
+    assert "t5" in model_types("AutoModelForSeq2SeqLM") and "t5" not in model_types()
