@@ -84,7 +84,7 @@ def compose_checked(
         conf: the Hydra tree; the shipped one by default (``--config-path``).
     """
     with hydra_session(config_dir, conf) as hydra:
-        good, errors = preprocess_checked(hydra, overrides, config_name)
+        good, errors = preprocess(hydra, overrides, config_name)
         with composition_errors():
             composed = hydra.compose_config(
                 config_name=config_name,
@@ -113,23 +113,10 @@ def _key(error: BadInputError) -> str:
     return getattr(error, "key", "")
 
 
-def preprocess(arguments: Sequence[str]) -> list[str]:
-    """Check overrides against the schema and the groups, and make them ones that Hydra accepts.
-
-    Raises:
-        ConfigErrors: unknown keys and options, with the nearest valid ones.
-    """
-    with hydra_session() as hydra:
-        good, errors = preprocess_checked(hydra, list(arguments), multirun=True)
-    if errors:
-        raise ConfigErrors(errors)
-    return good
-
-
-def preprocess_checked(
+def preprocess(
     hydra: Any, arguments: list[str], config_name: str = CONFIG_NAME, multirun: bool = False
 ) -> tuple[list[str], list[BadInputError]]:
-    """Like :func:`preprocess` within a session, with errors returned."""
+    """Check overrides against the schema and the groups: those that Hydra accepts, made so, and the others' errors."""
     from hydra.core.object_type import ObjectType
 
     from mgpu_pipe.config.overrides import check_overrides

@@ -18,7 +18,7 @@ from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
 from mgpu_pipe.config.synonyms import known_elsewhere
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, ConfigError
 
 T = TypeVar("T")
 MOST_ERRORS = 40
@@ -33,23 +33,14 @@ class _Refused:
 REFUSED = _Refused()
 
 
-def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> T:
-    """Convert ``mapping`` to an instance of the dataclass ``cls``; keys that are not given keep their defaults.
+def convert(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> tuple[T, list[BadInputError]]:
+    """``mapping`` as an instance of the dataclass ``cls``, and every unknown key and wrong type.
+
+    Keys that are not given, or that are refused, keep their defaults.
 
     Args:
         path: the dotted key at which ``mapping`` stands, for messages.
-
-    Raises:
-        ConfigErrors: unknown keys and wrong types, all of them.
     """
-    instance, errors = convert(cls, mapping, path)
-    if errors:
-        raise ConfigErrors(errors)
-    return instance
-
-
-def convert(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> tuple[T, list[BadInputError]]:
-    """Like :func:`from_mapping`, but returns the errors; a refused key keeps its default in the instance."""
     errors: Errors = []
     instance = _dataclass(cls, mapping, path, errors)
     return instance, list(errors)

@@ -62,7 +62,7 @@ def answer(parsed: argparse.Namespace) -> None:
     logging.raiseExceptions = False  # Hydra answers through logging, which would trace a reader that left
     if not (parsed.shell_completion or parsed.hydra_help):
         with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
-            parsed.overrides, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed))
+            parsed.overrides, errors = compose.preprocess(hydra, parsed.overrides, _name(parsed))
         if errors:
             raise ConfigErrors(errors)
     with compose.composition_errors(), _hydra_raises():
@@ -117,7 +117,7 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
         ConfigErrors, BadInputError: the sweep itself cannot be composed.
     """
     with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra, ExitStack() as held:
-        good, errors = compose.preprocess_checked(hydra, parsed.overrides, _name(parsed), multirun=True)
+        good, errors = compose.preprocess(hydra, parsed.overrides, _name(parsed), multirun=True)
         if errors:
             raise ConfigErrors(errors)
         values: dict[str, int] | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compose import compose, conf_dir, preprocess
+from mgpu_pipe.config.compose import compose, conf_dir, hydra_session, preprocess
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
@@ -46,7 +46,9 @@ def test_every_schema_key_can_be_set_without_a_plus():
         "objective.sample_prompts",
     }
     settable = [key for key, _ in free if key not in sections]
-    good = preprocess([f"{key}=1" for key in settable])
+    with hydra_session() as hydra:
+        good, errors = preprocess(hydra, [f"{key}=1" for key in settable])
+    assert errors == []
     own = {key for key in settable if key.startswith("objective.") and key != "objective.name"}  # of one objective only
     own.add("strategy.deepspeed_config")  # a mapping, to which keys are added
     assert good == [f"{'++' if key in own else ''}{key}=1" for key in settable]
