@@ -12,11 +12,10 @@ from mgpu_pipe.checks.numerics import numerics_errors
 from mgpu_pipe.checks.sizes import size_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
 from mgpu_pipe.checks.values import range_errors, relation_errors, value_errors
-from mgpu_pipe.config.plugins import OBJECTIVES
+from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, raised_by, section_of
-from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims
 
 Look = Callable[[RunConfig], Iterable[BadInputError]]
@@ -130,7 +129,7 @@ def _check_plug_ins(config: RunConfig) -> None:
             if (size := getattr(dims, axis)) > 1:
                 reason = f"objective.name={objective} cannot be spread over it"
                 raise ConfigError(f"strategy.{axis}", size, "use 1", reason)
-    if engine not in ("mesh", ENGINE):
+    if engine not in ENGINES:
         from mgpu_pipe.training.plugins import strategy_class
 
         strategy_class(engine)

@@ -6,14 +6,12 @@ from mgpu_pipe.checks.model import model_fields, sequence_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.checks.values import value_errors
-from mgpu_pipe.config.plugins import STRATEGY_GROUP, registered
+from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, section_of
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-
-ENGINES = "no such engine"
 
 
 def size_errors(config: RunConfig) -> list[BadInputError]:
@@ -38,9 +36,9 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     errors: list[BadInputError] = []
     if strategy.engine == ENGINE:
         return [*deepspeed_errors(config), *offload_errors(config)]
-    engines = ("mesh", ENGINE, *registered(STRATEGY_GROUP)) if strategy.engine != "mesh" else ("mesh",)
-    if strategy.engine not in engines:
-        errors.append(ConfigError("strategy.engine", strategy.engine, f"use {' or '.join(engines)}", ENGINES))
+    if strategy.engine not in ENGINES and strategy.engine not in (others := registered(STRATEGY_GROUP)):
+        fix = f"use {' or '.join((*ENGINES, *others))}"
+        errors.append(ConfigError("strategy.engine", strategy.engine, fix, "no such engine"))
     if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
         key, value = ("trainer.num_nodes", config.trainer.num_nodes)
         if config.trainer.devices != 1 and config.trainer.devices != "auto":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.plugins import DATA_SOURCES, ENGINES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims
 
 MESH = "mesh"
@@ -21,7 +20,7 @@ def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     found = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config)]
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
         found.append(("run.root", "run.dir says where the run is"))
-    if config.strategy.engine in (MESH, ENGINE):  # a plug-in's may read any
+    if config.strategy.engine in ENGINES:  # a plug-in's may read any
         found += _strategy(config)
     return found
 

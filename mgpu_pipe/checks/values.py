@@ -13,6 +13,7 @@ from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.sections import DATA, OBJECTIVE, SECTIONS
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 
@@ -111,13 +112,15 @@ def range_errors(config: RunConfig) -> list[ConfigError]:
             value = _get(config, key)
             if isinstance(value, int | float) and value < low:
                 errors.append(ConfigError(key, value, fix))
-    for field in fields(config.objective):
-        least, value = field.metadata.get("at_least"), getattr(config.objective, field.name)
-        if least is not None and isinstance(value, int | float) and value < least:
-            errors.append(ConfigError(f"objective.{field.name}", value, f"use a number of at least {least}"))
-        most = field.metadata.get("at_most")
-        if most is not None and isinstance(value, int | float) and value > most:
-            errors.append(ConfigError(f"objective.{field.name}", value, f"use a number of at most {most}"))
+    for section in SECTIONS.values():
+        keys = getattr(config, section.name)
+        for field in fields(keys):
+            key, value = f"{section.name}.{field.name}", getattr(keys, field.name)
+            least, most = field.metadata.get("at_least"), field.metadata.get("at_most")
+            if least is not None and isinstance(value, int | float) and value < least:
+                errors.append(ConfigError(key, value, f"use a number of at least {least}"))
+            if most is not None and isinstance(value, int | float) and value > most:
+                errors.append(ConfigError(key, value, f"use a number of at most {most}"))
     for key in ABOVE_ZERO:
         value = _get(config, key)
         if isinstance(value, int | float) and not value > 0:
@@ -159,12 +162,9 @@ def _instead(key: str) -> str:
 def _name_errors(config: RunConfig) -> list[ConfigError]:
     """Names of data sources and objectives: this package's, or a plug-in's."""
     errors = []
-    for key, value, built_in, group in (
-        ("data.source", config.data.source, plugins.DATA_SOURCES, plugins.DATA_GROUP),
-        ("objective.name", config.objective.name, plugins.OBJECTIVES, plugins.OBJECTIVE_GROUP),
-    ):
-        if value not in built_in and value not in plugins.registered(group):
-            errors.append(ConfigError(key, value, choose_from(value, [*built_in, *plugins.registered(group)])))
+    for section, value in ((DATA, config.data.source), (OBJECTIVE, config.objective.name)):
+        if value not in section.built_in and value not in (others := plugins.registered(section.code)):
+            errors.append(ConfigError(section.chooser, value, choose_from(value, [*section.built_in, *others])))
     metric = config.checkpoint.best_metric
     ranked = description(config.objective.name).ranked
     if metric not in ranked:

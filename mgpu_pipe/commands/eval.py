@@ -82,12 +82,14 @@ def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
     """``data`` with the keys that ``overrides`` name, composed by Hydra like those of a training run."""
     from mgpu_pipe.config.compose import compose
 
-    composed = compose(list(overrides))[0].data
     keys = {text.lstrip("+").split("=")[0] for text in overrides}
+    plug_in = type(data) is not DataConfig and not keys & {"data", "data.source"}
+    composed = compose([*([f"data.source={data.source}"] if plug_in else []), *overrides])[0].data
     named = {key.split(".")[1] for key in keys - {"data"}}
     if "data" in keys:  # another source: only what the model was trained to stays
-        named = {field.name for field in fields(DataConfig)} - ({"seq_len", "tokenizer"} - named)
-    return replace(data, **{name: getattr(composed, name) for name in named})
+        named = {field.name for field in fields(composed)} - ({"seq_len", "tokenizer"} - named)
+    kept = [field.name for field in fields(composed) if field.name not in named and hasattr(data, field.name)]
+    return replace(composed, **{name: getattr(data, name) for name in kept})
 
 
 def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:

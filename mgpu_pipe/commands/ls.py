@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import cast
-
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.errors import EXIT_OK
@@ -24,26 +21,23 @@ def ls(words: list[str]) -> int:
         width = max(len(option.name) for option in options)
         for option in options:
             print(f"  {'*' if option.is_default else ' '} {option.name:<{width}}  {option.description}".rstrip())
-    if arguments.group == "objective":
-        _print_objective_keys()
+    _print_own_keys(arguments.group)
     return EXIT_OK
 
 
-def _print_objective_keys() -> None:
-    """Each objective's own keys with their types, those of installed packages too."""
-    from dataclasses import fields
-
-    from mgpu_pipe.config.convert import hints, type_name
+def _print_own_keys(group: str | None) -> None:
+    """The keys of their own, with their types, of what can be chosen in ``group``, installed packages' too."""
+    from mgpu_pipe.config.convert import type_name
     from mgpu_pipe.config.docs import field_documentation
-    from mgpu_pipe.config.objective import descriptions
+    from mgpu_pipe.config.sections import SECTIONS, hints, own_keys
 
     documentation = field_documentation()
-    for one in descriptions():
-        print(f"\nkeys of objective.name={one.name}")
-        types = hints(cast(Hashable, one.keys))
-        for key in fields(one.keys)[1:]:
-            text = documentation.get((one.keys.__name__, key.name), "")
-            print(f"    objective.{key.name}  {type_name(types[key.name])}. {text}".rstrip())
+    for section in SECTIONS.values():
+        for name, keys in section.all_keys().items() if section.name == group else ():
+            print(f"\nkeys of {section.chooser}={name}")
+            for key in own_keys(keys):
+                text = documentation.get((keys.__name__, key), "")
+                print(f"    {group}.{key}  {type_name(hints(keys)[key])}. {text}".rstrip())
 
 
 def _groups() -> list[str]:

@@ -11,11 +11,11 @@ import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from mgpu_pipe.config.interpolation import MISSING, written
-from mgpu_pipe.config.objective import description, descriptions
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
 from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -55,17 +55,9 @@ def to_plain(config: Any) -> dict[str, Any]:
     }
 
 
-@functools.lru_cache(maxsize=None)
-def hints(cls: type) -> dict[str, Any]:
-    """The resolved type of every field of a dataclass; of the objective's section those of every objective."""
-    if cls is ObjectiveConfig:
-        return {name: hint for one in descriptions() for name, hint in get_type_hints(one.keys).items()}
-    return get_type_hints(cls)
-
-
 def schema_keys(cls: type = RunConfig, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key below ``cls`` with its type; sections come before their keys."""
-    for name, hint in hints(cls).items():
+    for name, hint in all_hints(cls).items():
         key = _join(path, name)
         yield key, hint
         if dataclasses.is_dataclass(hint):
@@ -86,6 +78,10 @@ def unknown_key(path: str, value: object) -> ConfigError:
     return ConfigError(path, value, elsewhere or fix, "no such key")
 
 
+def _anothers_key(key: str, value: object, owners: list[str]) -> ConfigError:
+    return ConfigError(key, _shown(value), f"leave it out, or choose {' or '.join(owners)}", "no such key here")
+
+
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
@@ -98,7 +94,7 @@ def _corrected(path: str) -> str | None:
         if get_origin(hint) is dict:
             words.append(word)
             continue
-        names = hints(hint) if dataclasses.is_dataclass(hint) else {}  # type: ignore[arg-type]
+        names = all_hints(hint) if dataclasses.is_dataclass(hint) else {}  # type: ignore[arg-type]
         close = word if word in names else nearest(word, names)
         if close is None:
             return None
@@ -112,15 +108,17 @@ def _join(path: str, name: object) -> str:
 
 
 def _dataclass(cls: Any, mapping: Any, path: str, errors: Errors) -> Any:
-    if cls is ObjectiveConfig:
-        cls = description(str(mapping.get("name", ObjectiveConfig.name))).keys
+    section = SECTIONS.get(cls)
+    if section:
+        cls = section.keys(section.chosen_by(mapping))
     types_of = hints(cls)
     given: dict[str, Any] = {}
     for name, value in mapping.items():
         key = _join(path, name)
         if name not in types_of:
             if len(errors) < MOST_ERRORS:
-                errors.append(unknown_key(key, _shown(value)))
+                owners = section.owners(name) if section else []
+                errors.append(_anothers_key(key, value, owners) if owners else unknown_key(key, _shown(value)))
             continue
         converted = _value(types_of[name], value, key, errors)
         if converted is not REFUSED:

@@ -6,10 +6,10 @@ import dataclasses
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mgpu_pipe.config.convert import hints, to_plain
+from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.docs import class_documentation, field_documentation
-from mgpu_pipe.config.objective import descriptions
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.sections import SECTIONS, hints
 
 INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
@@ -31,10 +31,10 @@ def _section(cls: Any, defaults: Any) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         hint, default = hints(cls)[field.name], getattr(defaults, field.name)
-        if hint is ObjectiveConfig:
-            sections = [_section(one.keys, one.keys()) for one in reversed(descriptions())]
-            merged = {name: entry for section in sections for name, entry in section["properties"].items()}
-            entry = {**_section(hint, default), "properties": merged}
+        if hint in SECTIONS:
+            entry = _section(hint, hint())
+            for keys in SECTIONS[hint].all_keys().values():
+                entry["properties"] = {**_section(keys, keys())["properties"], **entry["properties"]}
         elif dataclasses.is_dataclass(hint):
             entry = _section(hint, default)
         else:

@@ -10,14 +10,9 @@ import yaml
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.compose import CONFIG_NAME, conf_dir
+from mgpu_pipe.config.sections import SECTIONS
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError
-
-PLUG_INS = {
-    "data": ("data.source", plugins.DATA_GROUP),
-    "objective": ("objective.name", plugins.OBJECTIVE_GROUP),
-    "strategy": ("strategy.engine", plugins.STRATEGY_GROUP),
-}
 
 
 @dataclass(frozen=True)
@@ -58,10 +53,9 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
 
 def _registered(group: str) -> Iterator[Option]:
     """What installed packages bring to a group, and the key that chooses it."""
-    if group in PLUG_INS:
-        key, entry_group = PLUG_INS[group]
-        for name in plugins.registered(entry_group):
-            yield Option(name, f"Of an installed package: {key}={name}", False)
+    for section in SECTIONS.values():
+        for name in plugins.registered(section.code) if section.name == group else ():
+            yield Option(name, f"Of an installed package: {section.chooser}={name}", False)
 
 
 def _defaults(root: Path) -> dict[str, str | None]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.sections import hints
 
 HASH_LENGTH = 16
 Difference = tuple[str, object, object]
@@ -71,7 +72,6 @@ KINDS: dict[str, Kind] = {
     "data.tokenize_workers": Kind.FREE,
     "data.cache_dir": Kind.FREE,
     "objective.name": Kind.FIXED,
-    "objective.router_aux_loss": Kind.FIXED,
     "objective.loss_chunk_tokens": Kind.FREE,
     "objective.sample_prompts": Kind.FREE,
     "objective.sample_max_new_tokens": Kind.FREE,
@@ -90,12 +90,15 @@ KINDS: dict[str, Kind] = {
     "launch": Kind.FREE,
 }
 """By key or section; the longest one that a key begins with decides. Every key of the schema has an entry."""
+OWN = {"data": Kind.CONTENT, "objective": Kind.FIXED, "strategy": Kind.FREE}
+"""Of the keys that a plug-in or an objective declares."""
 
 
 def kind_of(key: str) -> Kind:
     """The kind of a key of the schema, or of one below it."""
-    if key.startswith("objective.") and key not in KINDS:
-        return Kind.FIXED  # an objective's own key is its mathematics
+    section, _, name = key.partition(".")
+    if section in OWN and key not in KINDS and name.partition(".")[0] not in hints(hints(RunConfig)[section]):
+        return OWN[section]
     while key not in KINDS:
         key = key.rpartition(".")[0]
     return KINDS[key]
@@ -108,7 +111,8 @@ def mathematics_hash(config: RunConfig, length: int = HASH_LENGTH) -> str:
     defaults, so that a key which a later version brings changes no run's.
     """
     plain = RunConfig()
-    usual = _part(replace(plain, objective=type(config.objective)(name=plain.objective.name)), HASHED)
+    data, objective = type(config.data)(), type(config.objective)(name=plain.objective.name)
+    usual = _part(replace(plain, data=replace(data, source=plain.data.source), objective=objective), HASHED)
     part = {key: value for key, value in _part(config, HASHED).items() if key not in usual or usual[key] != value}
     text = json.dumps(part, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:length]

@@ -16,9 +16,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
 from hydra.errors import HydraException
 
-from mgpu_pipe.config.convert import hints, unknown_key
+from mgpu_pipe.config.convert import unknown_key
 from mgpu_pipe.config.hydra_keys import hydra_key_error
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.sections import all_hints, hints
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.config.synonyms import known_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -96,9 +97,9 @@ def _leaves(parser: OverridesParser, argument: str) -> Iterator[str]:
 def _is_section(key: str) -> bool:
     hint: Any = RunConfig
     for word in key.split("."):
-        if not dataclasses.is_dataclass(hint) or word not in hints(hint):  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(hint) or word not in all_hints(hint):  # type: ignore[arg-type]
             return False
-        hint = hints(hint)[word]  # type: ignore[arg-type]
+        hint = all_hints(hint)[word]  # type: ignore[arg-type]
     return dataclasses.is_dataclass(hint)
 
 
@@ -165,19 +166,19 @@ def _as_group_choice(override: Override, argument: str) -> str:
 
 
 def _key_kind(key: str) -> str:
-    """``schema`` for a key of the schema, ``own`` for one of an objective's own, ``mapping`` for one that holds a
-    free-form mapping, ``free`` for one below it, else ``unknown``.
+    """``schema`` for a key of the schema, ``own`` for a plug-in's or an objective's own, ``mapping`` for one that holds
+    a free-form mapping, ``free`` for one below it, else ``unknown``.
     """
-    section = hint = cast(Any, RunConfig)
+    own, hint = False, cast(Any, RunConfig)
     for word in key.split("."):
         if get_origin(hint) is dict:
             return "free"
-        if not dataclasses.is_dataclass(hint) or word not in hints(hint):  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(hint) or word not in all_hints(hint):  # type: ignore[arg-type]
             return "unknown"
-        section, hint = hint, hints(hint)[word]  # type: ignore[arg-type]
+        own, hint = own or word not in hints(hint), all_hints(hint)[word]  # type: ignore[arg-type]
     if get_origin(hint) is dict:
         return "mapping"
-    return "own" if section is ObjectiveConfig and word != "name" else "schema"
+    return "own" if own else "schema"
 
 
 def _as_key(override: Override, argument: str, kind: str) -> str:

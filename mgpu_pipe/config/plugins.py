@@ -12,12 +12,15 @@ from typing import Any
 from mgpu_pipe.errors import ConfigError
 
 DATA_GROUP = "mgpu_pipe.data"
+DATA_KEYS_GROUP = "mgpu_pipe.data_keys"
 OBJECTIVE_GROUP = "mgpu_pipe.objectives"
 OBJECTIVE_KEYS_GROUP = "mgpu_pipe.objective_keys"
 STRATEGY_GROUP = "mgpu_pipe.strategies"
+STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
 
 DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "synthetic")
 OBJECTIVES = ("causal_lm", "masked_lm")
+ENGINES = ("mesh", "deepspeed")
 LONGEST = 300
 """Characters of a stranger's message."""
 

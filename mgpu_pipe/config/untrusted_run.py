@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 READ_NO_FILES = ("stdlib_text", "synthetic")
@@ -48,6 +49,10 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
                     f"data.{name}", f"[{','.join(value)}]", f"give data.{name}=[...] on the command line", NOT_FOLLOWED
                 )
             )
+    usual = type(data)()
+    for name in own_keys(type(data)):  # of a plug-in: any may name a file
+        if (value := getattr(data, name)) != getattr(usual, name) and f"data.{name}" not in given:
+            errors.append(ConfigError(f"data.{name}", value, f"give data.{name} on the command line", NOT_FOLLOWED))
     for name, most in LARGEST.items():
         if f"data.{name}" not in given and getattr(data, name) > most:
             fix = f"give at most {most:,} on the command line"

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, SchedulerConfig, StrategyConfig, SyntheticConfig
+from mgpu_pipe.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    RunConfig,
+    SchedulerConfig,
+    StrategyConfig,
+    SyntheticConfig,
+)
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
@@ -76,7 +83,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         config,
         model=shrink_model(config.model, dims, seq_len, stages),
         data=replace(
-            config.data,
+            DataConfig(**{field.name: getattr(config.data, field.name) for field in fields(DataConfig)}),
             source="synthetic",
             paths=[],
             validation_paths=[],

@@ -20,6 +20,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "pyproject.toml").exists())
 RUN = [
     "data.source=counting",
+    "data.longest_step=5",
     "data.seq_len=16",
     "data.global_batch_size=8",
     "objective.name=focal_loss",
@@ -27,6 +28,7 @@ RUN = [
     "objective.weight=0.5",
     "strategy=ddp",
     "strategy.engine=logged_mesh",
+    "strategy.log_digits=3",
     "model=llama_tiny",
     "model.config.vocab_size=64",
     "model.config.num_hidden_layers=2",
@@ -64,24 +66,39 @@ def program(site: Path, cache: Path, tmp_path: Path):  # type: ignore[no-untyped
 
 
 def test_the_packages_train_are_evaluated_verified_and_resumed(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    for group, name in (("data", "counting"), ("objective", "focal_loss"), ("strategy", "logged_mesh")):
-        assert f" {name} " in program("ls", group).stdout
+    for group, name, key in (
+        ("data", "counting", "longest_step  a whole number. The sequences"),
+        ("objective", "focal_loss", "gamma  a number. How much less"),
+        ("strategy", "logged_mesh", "log_digits  a whole number. Digits"),
+    ):
+        listed = program("ls", group).stdout
+        assert f" {name} " in listed and f"    {group}.{key}" in listed
+    properties = json.loads(program("schema").stdout)["properties"]
+    assert properties["strategy"]["properties"]["log_digits"]["default"] == 6
     assert "counting" in program("check", *RUN, "trainer.devices=4").stdout
-    said = program("check", *RUN, "objective.gama=1", code=2).stderr
-    assert "objective.gama=1: no such key; did you mean objective.gamma?" in said
-    said = program("check", *RUN, "objective.gamma=-1", code=2).stderr
-    assert "objective.gamma=-1" in said and "at least 0" in said
+    wrong = ["objective.gama=1", "data.longest_stp=1", "strategy.log_digit=1"]
+    said = program("check", *RUN, *wrong, code=2).stderr
+    for key, meant in zip(wrong, ("objective.gamma", "data.longest_step", "strategy.log_digits"), strict=True):
+        assert f"{key}: no such key; did you mean {meant}?" in said
+    said = program("check", *RUN, "objective.gamma=-1", "data.longest_step=0", "strategy.log_digits=18", code=2).stderr
+    for told in ("objective.gamma=-1.0: use a number of at least 0", "data.longest_step=0: use a number of at least 1"):
+        assert told in said
+    assert "strategy.log_digits=18: use a number of at most 17" in said
+    said = program("check", *RUN, "strategy.engine=mesh", code=2).stderr
+    assert "strategy.log_digits=3: no such key here; leave it out, or choose logged_mesh" in said
 
     folder = tmp_path / run_folder(program(*RUN, "trainer.devices=4").stdout)
     log = (folder / "logs" / "rank-3.log").read_text()
     norm = column(folder, "train/grad_norm")[6]
-    assert f"step 6: gradient norm {norm:.6f}" in log
+    assert f"step 6: gradient norm {norm:.3f}\n" in log
     metrics = json.loads((folder / "summary.json").read_text())["metrics"]
     assert 0 <= metrics["val/token_accuracy"] <= 1
     shown = program("eval", str(folder)).stdout
     assert "token_accuracy  " in shown and "perplexity" not in shown
 
-    one = tmp_path / run_folder(program(*RUN, "strategy=single", "strategy.engine=mesh", "trainer.max_steps=8").stdout)
+    on_one = [word for word in RUN if "log_digits" not in word]
+    on_one += ["strategy=single", "strategy.engine=mesh", "trainer.max_steps=8"]
+    one = tmp_path / run_folder(program(*on_one).stdout)
     more = program(*RUN, f"checkpoint.resume={folder}", "trainer.devices=2", "trainer.max_steps=8")
     resumed = tmp_path / run_folder(more.stdout)
     for step in (7, 8):

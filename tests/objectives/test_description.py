@@ -46,17 +46,17 @@ def tilted(monkeypatch: pytest.MonkeyPatch) -> None:
     for cache in caches:
         cache.cache_clear()
     yield
-    from mgpu_pipe.config import convert, docs
+    from mgpu_pipe.config import convert, docs, sections
 
-    for cache in (*caches, convert.hints, convert.all_keys, docs.field_documentation):
+    for cache in (*caches, sections.all_hints, convert.all_keys, docs.field_documentation):
         cache.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    from mgpu_pipe.config import convert, docs
+    from mgpu_pipe.config import convert, docs, sections
 
-    for cache in (convert.hints, convert.all_keys, docs.field_documentation):
+    for cache in (sections.all_hints, convert.all_keys, docs.field_documentation):
         cache.cache_clear()
 
 
