@@ -63,6 +63,33 @@ class SequencePlan:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What decides the parameters of a decoder's layers, beside its standard fields: exactly, counted against modules.
+
+    Attributes:
+        qkv_bias: queries, keys and values have biases; a name is the field that says so.
+        out_bias: likewise the attention's output.
+        mlp_bias: likewise the feed-forward layer.
+        norm_bias: norms have biases.
+        head_norms: queries and keys of a head are normed.
+        learned_positions: there is a table of them.
+        gated: the feed-forward layer has a third matrix, a gate.
+        inner: the field with its width; null there is four times the model's.
+        expert_width: the field with the width of one expert; empty: no experts.
+    """
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    norm_bias: bool = False
+    head_norms: bool = False
+    learned_positions: bool = False
+    gated: bool = True
+    inner: str = "intermediate_size"
+    expert_width: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of models. What is said here was tried, and equals one process.
 
@@ -84,6 +111,7 @@ class Family:
         heads_together: heads whose queries, keys and values lie together in a fused projection.
         causal: False where every token sees all others, whatever the configuration says.
         mixes_tokens: a boolean of the configuration under which the tokens of a micro-batch are mixed.
+        sizes: for the exact number of its parameters; None: it is not counted.
     """
 
     packing: Packing = "none"
@@ -101,6 +129,7 @@ class Family:
     heads_together: int = 1
     causal: bool = True
     mixes_tokens: str = ""
+    sizes: Sizes | None = None
 
     @property
     def context(self) -> bool:

@@ -1,6 +1,6 @@
 """GPT-2."""
 
-from mgpu_pipe.families.family import Family, SequencePlan, Stages
+from mgpu_pipe.families.family import Family, SequencePlan, Sizes, Stages
 
 FAMILY = Family(
     packing="positions",
@@ -11,4 +11,5 @@ FAMILY = Family(
     },
     sequence=SequencePlan("h", "ln_f", ("wpe",)),
     width_is_heads=True,
+    sizes=Sizes(True, True, True, norm_bias=True, learned_positions=True, gated=False, inner="n_inner"),
 )

@@ -1,5 +1,10 @@
 """Llama."""
 
-from mgpu_pipe.families.family import Family, SequencePlan
+from mgpu_pipe.families.family import Family, SequencePlan, Sizes
 
-FAMILY = Family(packing="positions", sequence=SequencePlan(), width_is_heads=True)
+FAMILY = Family(
+    packing="positions",
+    sequence=SequencePlan(),
+    width_is_heads=True,
+    sizes=Sizes("attention_bias", "attention_bias", "mlp_bias"),
+)
