@@ -14,7 +14,10 @@ from mgpu_pipe.config.sections import SECTIONS
 @functools.lru_cache(maxsize=None)
 def field_documentation() -> dict[tuple[str, str], str]:
     """``(class name, field name)`` to the one line of documentation below that field."""
-    classes = [schema.RunConfig, *(keys for section in SECTIONS.values() for keys in section.all_keys().values())]
+    classes: list[type] = [
+        schema.RunConfig,
+        *(keys for section in SECTIONS.values() for keys in section.all_keys().values()),
+    ]
     files = dict.fromkeys(map(inspect.getfile, classes))
     nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     found: dict[tuple[str, str], str] = {}

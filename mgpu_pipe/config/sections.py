@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.objective import description as describe
@@ -31,7 +31,7 @@ class Section:
         own: the entry point group of their keys.
     """
 
-    base: type[Any]
+    base: type
     chooser: str
     built_in: tuple[str, ...]
     code: str
@@ -41,7 +41,7 @@ class Section:
     def name(self) -> str:
         return self.chooser.partition(".")[0]
 
-    def keys(self, name: str) -> type[Any]:
+    def keys(self, name: str) -> type:
         """The dataclass of the section's keys where its chooser is ``name``.
 
         Raises:
@@ -63,7 +63,7 @@ class Section:
         word = self.chooser.partition(".")[2]
         return str(values.get(word, getattr(self.base, word)))
 
-    def all_keys(self) -> dict[str, type[Any]]:
+    def all_keys(self) -> dict[str, type]:
         """The dataclass of every name that declares one."""
         built_in = self.built_in if self.base is ObjectiveConfig else ()
         return {name: self.keys(name) for name in (*built_in, *plugins.registered(self.own))}
@@ -80,24 +80,24 @@ OBJECTIVE = Section(
 STRATEGY = Section(
     StrategyConfig, "strategy.engine", plugins.ENGINES, plugins.STRATEGY_GROUP, plugins.STRATEGY_KEYS_GROUP
 )
-SECTIONS: dict[type[Any], Section] = {section.base: section for section in (DATA, OBJECTIVE, STRATEGY)}
+SECTIONS: dict[type, Section] = {section.base: section for section in (DATA, OBJECTIVE, STRATEGY)}
 
 
 @functools.lru_cache(maxsize=None)
-def hints(cls: type[Any]) -> dict[str, Any]:
+def hints(cls: type) -> dict[str, Any]:
     """The resolved type of every field of a dataclass."""
     return get_type_hints(cls)
 
 
 @functools.lru_cache(maxsize=None)
-def all_hints(cls: type[Any]) -> dict[str, Any]:
+def all_hints(cls: type) -> dict[str, Any]:
     """Like :func:`hints`; of a section that plug-ins extend, with the keys of all of them."""
     if cls not in SECTIONS:
         return hints(cls)
     return {name: hint for keys in (cls, *SECTIONS[cls].all_keys().values()) for name, hint in hints(keys).items()}
 
 
-def own_keys(keys: type[Any]) -> list[str]:
+def own_keys(keys: type) -> list[str]:
     """The keys of a section's dataclass that the section does not always have."""
     base = next((base for base in SECTIONS if issubclass(keys, base)), keys)
-    return [field.name for field in fields(keys) if field.name not in hints(base)]
+    return [field.name for field in fields(cast(Any, keys)) if field.name not in hints(base)]
