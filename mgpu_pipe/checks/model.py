@@ -76,10 +76,13 @@ def check_attention(config: RunConfig) -> None:
         value = config.model.type if config.model.path is None else config.model.path
         reason = f"objective.name={told.name} does not train the {model_type} family"
         raise ConfigError(key, value, f"use one of the families {', '.join(told.families)}", reason)
+    refused = config.objective.model_errors(fields)
+    if refused:
+        raise refused[0]
     if told.attention == "causal":
         check_causality(fields)
         check_packing(fields, config.data.packing, config.model.attn_implementation)
-    elif flash:
+    elif flash and told.attention != "own":
         fix, reason = (
             "use sdpa or eager",
             f"objective.name={told.name} needs a mask, which flash attention does not take",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mgpu_pipe.checks.context import context_parallel_errors
 from mgpu_pipe.checks.experts import expert_parallel_errors
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.checks.tensor import tensor_parallel_errors
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -28,6 +29,9 @@ def model_axis_errors(
     errors: list[BadInputError] = list(_option_errors(config, dims))
     if not dims.uses_model_axes:
         return errors
+    refused = refused_axes_errors(config, dims, description(config.objective.name).refused_axes)
+    if refused:
+        return [*errors, *refused]
     if dims.tp > 1:
         errors += tensor_parallel_errors(fields, model_type, dims.tp, strategy.sequence_parallel, config.data.seq_len)
     errors += context_parallel_errors(
@@ -48,6 +52,13 @@ def model_axis_errors(
         checkpointing=strategy.activation_checkpointing,
     )
     return errors
+
+
+def refused_axes_errors(config: RunConfig, dims: ParallelDims, axes: Iterable[str]) -> list[ConfigError]:
+    """An error for each of these axes that is in use: the objective cannot be spread over it."""
+    reason = f"objective.name={config.objective.name} cannot be spread over it"
+    sizes = ((axis, getattr(dims, axis)) for axis in axes)
+    return [ConfigError(f"strategy.{axis}", size, "use 1", reason) for axis, size in sizes if size > 1]
 
 
 def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:

@@ -15,7 +15,7 @@ from mgpu_pipe.checks.values import range_errors, relation_errors, value_errors
 from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, raised_by, section_of
+from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
 from mgpu_pipe.topology import ParallelDims
 
 Look = Callable[[RunConfig], Iterable[BadInputError]]
@@ -122,13 +122,13 @@ def _check_plug_ins(config: RunConfig) -> None:
     """The classes that a package registers are what they should be."""
     objective, engine = config.objective.name, config.strategy.engine
     if objective not in OBJECTIVES:
+        from mgpu_pipe.checks.model_axes import refused_axes_errors
         from mgpu_pipe.training.plugins import objective_class
 
-        dims = ParallelDims.resolve(config.strategy, world_size(config))
-        for axis in objective_class(objective).refused_axes:
-            if (size := getattr(dims, axis)) > 1:
-                reason = f"objective.name={objective} cannot be spread over it"
-                raise ConfigError(f"strategy.{axis}", size, "use 1", reason)
+        axes = ("pp", "cp") if objective_class(objective).samples_meet else ()
+        refused = refused_axes_errors(config, ParallelDims.resolve(config.strategy, world_size(config)), axes)
+        if refused:
+            raise refused[0]
     if engine not in ENGINES:
         from mgpu_pipe.training.plugins import strategy_class
 

@@ -61,12 +61,17 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     if data.source not in DATA_SOURCES:  # a plug-in's may read any
         return
     for key, sources in (
-        ("text_column", ("jsonl", "parquet")),
+        ("text_column", ("jsonl", "parquet", "labelled_jsonl")),
+        ("second_text_column", ("labelled_jsonl",)),
+        ("label_column", ("labelled_jsonl",)),
+        ("classes", ("labelled_jsonl",)),
         ("messages_column", ("chat_jsonl",)),
         ("synthetic", ("synthetic",)),
     ):
         if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:
             yield f"data.{key}", f"data.source={data.source} has none"
+    if data.source == "labelled_jsonl" and data.packing != "none":
+        yield "data.packing", "data.source=labelled_jsonl gives each sample a row of its own"
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -61,7 +61,7 @@ ABOVE_ZERO = (
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
 FREE_TEXTS = ("objective.sample_prompts",)
 """Keys whose texts may be empty."""
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl")
 
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
@@ -89,6 +89,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         *_length_errors(config),
         *_schedule_errors(config),
         *_held_out_errors(config),
+        *_sample_errors(config),
         *early_stopping_errors(config),
         *_start_errors(config),
     ]
@@ -264,12 +265,22 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
 def _missing_paths(config: RunConfig) -> list[ConfigError]:
     data = config.data
     if data.paths and data.source in plugins.DATA_SOURCES and data.source not in FILE_SOURCES:
-        fix = "use data=text_files (or jsonl, parquet, chat_jsonl), or leave it out"
+        fix = "use data=text_files (or jsonl, parquet, chat_jsonl, labelled_jsonl), or leave it out"
         return [ConfigError("data.paths", ", ".join(data.paths), fix, f"data.source={data.source} reads no files")]
     if data.source not in FILE_SOURCES or data.paths:
         return []
     fix = "give files or globs: data.paths=['/corpus/*']"
     return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
+
+
+def _sample_errors(config: RunConfig) -> list[ConfigError]:
+    """The data is of the kind that the objective trains on; a package's own may be anything."""
+    source, told = config.data.source, description(config.objective.name)
+    if source not in plugins.DATA_SOURCES or plugins.SAMPLES.get(source, "packed_text") == told.samples:
+        return []
+    fitting = [name for name in plugins.DATA_SOURCES if plugins.SAMPLES.get(name, "packed_text") == told.samples]
+    reason = f"objective.name={config.objective.name} trains on {told.samples.replace('_', ' ')}"
+    return [ConfigError("data.source", source, f"use data={' or data='.join(fitting)}", reason)]
 
 
 def _start_errors(config: RunConfig) -> list[ConfigError]:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.commands import Verb
+from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError
 from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
 from mgpu_pipe.inference.load import LoadedRun
+from mgpu_pipe.models.fields import class_of
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -72,10 +74,22 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
     if strange:
         raise BadInputError(f"{strange[0]}: eval takes data overrides only, e.g. data.validation_paths=[held_out.txt]")
     if run.config is None:
-        return compose(["model=hf", f"model.path={run.source.absolute()}", *overrides])[0]
+        built_by = class_of([type(run.model).__name__])
+        objective = next(one.name for one in descriptions() if one.model_class == built_by)
+        folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective}"]
+        return _with_classes(compose([*folder, *overrides])[0], run)
     given = {text.lstrip("+").split("=")[0] for text in overrides}
     config = replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
+    config = _with_classes(config, run)
     return config if run.own else replace(config, data=untrusted_data(config.data, given))
+
+
+def _with_classes(config: RunConfig, run: LoadedRun) -> RunConfig:
+    """``config`` with the model's classes in the model's order, whichever of them the data has."""
+    if description(config.objective.name).samples != "labelled_text":
+        return config
+    classes = [name for _, name in sorted(dict(run.model.config.id2label or {}).items())]
+    return replace(config, data=replace(config.data, classes=classes))
 
 
 def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:

@@ -66,8 +66,11 @@ class Description:
             loss denominator) to the metrics by key.
         counts: what the loss denominator counts.
         model_class: transformers' class that builds its models.
+        samples: the kind of data that it trains on, where it is none of a package's own.
         families: those whose models it trains; empty for all that the other checks let pass.
-        attention: how tokens see one another: causal, in both directions, or an encoder's and a decoder's.
+        attention: how tokens see one another: causal, in both directions, an encoder's and a decoder's, or as the
+            model's own code has it.
+        refused_axes: of ``strategy``, those that the objective cannot be spread over.
     """
 
     name: str
@@ -76,8 +79,10 @@ class Description:
     measured: Callable[[Sequence[float]], Mapping[str, float]]
     counts: str = "tokens"
     model_class: str = "AutoModelForCausalLM"
+    samples: str = "packed_text"
     families: tuple[str, ...] = ()
-    attention: Literal["causal", "bidirectional", "encoder_decoder"] = "causal"
+    attention: Literal["causal", "bidirectional", "encoder_decoder", "own"] = "causal"
+    refused_axes: tuple[str, ...] = ()
 
     @property
     def headline(self) -> Metric:

@@ -18,8 +18,10 @@ OBJECTIVE_KEYS_GROUP = "mgpu_pipe.objective_keys"
 STRATEGY_GROUP = "mgpu_pipe.strategies"
 STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
 
-DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "synthetic")
-OBJECTIVES = ("causal_lm", "masked_lm")
+DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "synthetic")
+SAMPLES = {"labelled_jsonl": "labelled_text"}
+"""The kind of samples that a data source gives; packed text where it is not listed."""
+OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification")
 ENGINES = ("mesh", "deepspeed")
 LONGEST = 300
 """Characters of a stranger's message."""

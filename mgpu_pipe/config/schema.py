@@ -7,10 +7,13 @@ schema`` reads it from there. Sizes that may be ``auto`` are typed ``int | Liter
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from typing_extensions import Self
+
+from mgpu_pipe.errors import ConfigError
 
 Auto = Literal["auto"]
 
@@ -56,11 +59,18 @@ class SyntheticConfig:
 @dataclass
 class DataConfig:
     source: str = "stdlib_text"
-    """stdlib_text, text_files, jsonl, parquet, chat_jsonl, synthetic, or a name that a plug-in registers."""
+    """An option of conf/data (mgpu-pipe ls data), or a name that a plug-in registers."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (text_files, jsonl, parquet, chat_jsonl)."""
+    """Files or globs (text_files, jsonl, parquet, chat_jsonl, labelled_jsonl)."""
     text_column: str = "text"
-    """Name of the text field (jsonl, parquet)."""
+    """Name of the text field (jsonl, parquet, labelled_jsonl)."""
+    second_text_column: str | None = None
+    """Name of the second text's field, where a sample is a pair (labelled_jsonl)."""
+    label_column: str = "label"
+    """Name of the field with the class, a text or a whole number (labelled_jsonl)."""
+    classes: list[str] = field(default_factory=list)
+    """Names of the classes, in the order of their numbers; empty: the model folder's, else all that there are
+    (labelled_jsonl)."""
     messages_column: str = "messages"
     """Name of the list of {role, content} messages (chat_jsonl)."""
     chat_template: str | None = None
@@ -97,11 +107,15 @@ class ObjectiveConfig:
     """The keys of every objective; each has a subclass of its own (:mod:`mgpu_pipe.config.objective`)."""
 
     name: str = "causal_lm"
-    """causal_lm, masked_lm, or a name that a plug-in registers."""
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     def shrunk(self, tokens: int) -> Self:
         """These keys in a small run of ``verify``, whose micro-batches have ``tokens`` tokens."""
         return self
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        """What the objective cannot do with a model of these configuration fields."""
+        return []
 
     def reserved_ids(self) -> int:
         """The last ids of the model's vocabulary that no tokenizer may use."""

@@ -9,9 +9,12 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.text import labelled
 from mgpu_pipe.data.text import prepare as text
 
-KINDS: dict[str, type[Prepared]] = {kind.kind: kind for kind in (text.PreparedData, arrays.PreparedArrays)}
+KINDS: dict[str, type[Prepared]] = {
+    kind.kind: kind for kind in (text.PreparedData, arrays.PreparedArrays, labelled.PreparedLabelled)
+}
 
 
 def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
@@ -22,6 +25,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     """
     if arrays.array_class(config.data.source) is not None:
         return arrays.prepare_arrays(config)
+    if config.data.source == labelled.SOURCE:
+        return labelled.prepare_labelled(config, progress)
     return text.prepare(config, progress)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -85,6 +86,14 @@ class Prepared(ABC):
     @abstractmethod
     def amounts(self) -> list[tuple[int, str]]:
         """How much data there is: numbers and what they count, for people."""
+
+    def model_fields(self) -> Mapping[str, Any]:
+        """Fields of the model's configuration that the data decides."""
+        return {}
+
+    def complete(self, config: RunConfig) -> RunConfig:
+        """``config`` with these fields."""
+        return replace(config, model=replace(config.model, config={**config.model.config, **self.model_fields()}))
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
     from mgpu_pipe.models.build import at_most, run_model
-    from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings
+    from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings, with_recorded_labels
 
     step_folder = resolve_source(folder, key="folder")
     config, own = load_untrusted(step_folder / "config.yaml")
@@ -160,6 +160,7 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     says_where_texts_end = config.model.path is not None
     if not own and config.model.path is not None:
         config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
+    config = replace(config, model=with_recorded_labels(config.model, reader.state.get("model_config")))
     with at_most(len(reader.names("model"))):
         model = run_model(config)
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
@@ -15,7 +17,7 @@ from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
-from mgpu_pipe.models.fields import check_model_config, class_of
+from mgpu_pipe.models.fields import LABELS, check_model_config, class_of
 from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
@@ -75,7 +77,8 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
         fields.update(_without(NOT_FOLLOWED, read_config_json(Path(model.path).expanduser())))
     model_type = str(fields.pop("model_type", None) or model.type)
     for name, value in model.config.items():
-        fields[name] = {**fields[name], **value} if _both_mappings(fields.get(name), value) else value
+        merges = name not in LABELS and _both_mappings(fields.get(name), value)
+        fields[name] = {**fields[name], **value} if merges else value
     try:
         config = AutoConfig.for_model(model_type, **fields)
     except REFUSALS as error:
@@ -177,12 +180,17 @@ def materialise_buffers(model: nn.Module, recipe: InitRecipe, device: torch.devi
 
 
 def load_pretrained(
-    model: ModelConfig, device: torch.device | str, settings: ModelConfig | None = None, model_class: str | None = None
+    model: ModelConfig,
+    device: torch.device | str,
+    settings: ModelConfig | None = None,
+    model_class: str | None = None,
+    seed: int | None = None,
 ) -> PreTrainedModel:
     """The model of the local folder ``model.path`` with its safetensors weights, fp32, on ``device``.
 
     Args:
         model_class: as of :func:`build_meta`.
+        seed: of tensors that the folder's own class does not have, a new head's; None: they are missing.
         settings: says what the model is, where the folder gives its weights alone; else ``model`` does.
 
     Raises:
@@ -209,7 +217,8 @@ def load_pretrained(
         ignore_mismatched_sizes=True,
     )
     loaded, info = result
-    check_loading(folder, info, set(tied_sources(loaded)))
+    for name, drawn in check_loading(model, info, meta, seed).items():
+        loaded.get_parameter(name).data.copy_(drawn)
     freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
     return trained
@@ -284,17 +293,32 @@ def _refused(model: ModelConfig, error: Exception) -> ConfigError:
     )
 
 
-def check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None:
-    """Raise for tensors that did not find their place, each kind listed with its first names."""
+def check_loading(
+    model: ModelConfig, info: Mapping[str, Any], twin: PreTrainedModel, seed: int | None
+) -> dict[str, torch.Tensor]:
+    """Raise for tensors that did not find their place, each kind listed with its first names.
+
+    Where ``seed`` is given, tensors are no fault of a folder of another class of model that this class alone has (a
+    new head), or that one alone (its own).
+
+    Args:
+        info: what transformers says of a loading: ``missing_keys``, ``unexpected_keys``, ``mismatched_keys``.
+        twin: the model on the meta device, not split.
+
+    Returns:
+        The keyed initial values of the new ones, by name.
+    """
+    folder = Path(str(model.path)).expanduser()
     mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
-    missing = set(info["missing_keys"]) - tied - mismatched
+    missing = set(info["missing_keys"]) - set(tied_sources(twin)) - mismatched
+    unexpected, new = set(info["unexpected_keys"]), set[str]()
+    theirs = _names_of_another_class(folder, twin) if seed is not None and (missing or unexpected) else set()
+    if theirs:
+        new = missing - theirs
+        missing, unexpected = missing & theirs, unexpected - theirs
     problems = [
         f"{len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
-        for kind, names in (
-            ("missing", missing),
-            ("unexpected", set(info["unexpected_keys"])),
-            ("of another shape", mismatched),
-        )
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
         if names
     ]
     problems += [_first_line(message) for message in info.get("error_msgs") or []]
@@ -303,6 +327,26 @@ def check_loading(folder: Path, info: Mapping[str, Any], tied: set[str]) -> None
             f"model.path={folder}: the weights do not fit the configuration; tensors {'; '.join(problems)}; "
             "check config.json and the model.config overrides"
         )
+    if not new:
+        return {}
+    assert seed is not None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"note: model.path={folder}: has no {', '.join(sorted(new))}: newly initialised", file=sys.stderr)
+    recipe = recipe_of(twin)
+    return {name: draw_parameter(twin, recipe, name, seed) for name in sorted(new)}
+
+
+def _names_of_another_class(folder: Path, twin: PreTrainedModel) -> set[str]:
+    """The tensors of a folder whose architecture is another class than ``twin``'s; none where it is the same."""
+    import transformers
+
+    named = next(iter(read_config_json(folder).get("architectures") or ()), None)
+    own = getattr(transformers, str(named), None)
+    if not (isinstance(own, type) and issubclass(own, transformers.PreTrainedModel)) or isinstance(twin, own):
+        return set()
+    with torch.device("meta"):
+        names = set(own(twin.config).state_dict())
+    return names | {f"{twin.base_model_prefix}.{name}" for name in names}
 
 
 def _both_mappings(*values: object) -> bool:

@@ -36,6 +36,8 @@ MODEL_CLASSES = {
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
+LABELS = ("id2label", "label2id")
+"""Lists of a classifier's classes, of which one takes the place of another."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import CheckpointError
-from mgpu_pipe.models.fields import config_fields
+from mgpu_pipe.models.fields import LABELS, config_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,6 +50,12 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
         )
     fields = {name: _number(value) for name, value in settings.items() if name in known}
     return ModelConfig(type=str(kind), config=fields)
+
+
+def with_recorded_labels(model: ModelConfig, saved: object) -> ModelConfig:
+    """``model`` with the names of the classes that a checkpoint records; the data decided on them."""
+    labels = {name: saved[name] for name in LABELS if name in saved} if isinstance(saved, Mapping) else {}
+    return replace(model, config={**model.config, **labels})
 
 
 def _number(value: object) -> object:

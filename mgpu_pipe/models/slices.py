@@ -36,12 +36,17 @@ TakeTensor = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """Fills a meta model with the weights of the folder ``source.path``."""
+    """Fills a meta model with the weights of the folder ``source.path``.
+
+    Attributes:
+        seed: as of :func:`read_folder`.
+    """
 
     source: ModelConfig
+    seed: int | None = None
 
     def __call__(self, model: PreTrainedModel, device: torch.device) -> None:
-        fill_from_folder(model, self.source, device)
+        fill_from_folder(model, self.source, device, self.seed)
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,13 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
     return found
 
 
-def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.device | str) -> PreTrainedModel:
+def fill_from_folder(
+    model: PreTrainedModel, source: ModelConfig, device: torch.device | str, seed: int | None = None
+) -> PreTrainedModel:
     """Fill the meta ``model`` (of ``source``, sharded or not) from the folder ``source.path``, in place.
+
+    Args:
+        seed: as of :func:`read_folder`.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
@@ -96,7 +106,11 @@ def fill_from_folder(model: PreTrainedModel, source: ModelConfig, device: torch.
     targets = _targets(model)
     parameters = {name: target.parameter for name, target in targets.items()}
     shapes = {name: target.whole for name, target in targets.items()}
-    read_folder(source, parameters, shapes, lambda name, stored: targets[name].copy(stored), type(model).__name__)
+
+    def take(name: str, stored: Any) -> None:
+        targets[name].copy(stored)
+
+    read_folder(source, parameters, shapes, take, type(model).__name__, seed)
     return model.train()
 
 
@@ -106,6 +120,7 @@ def read_folder(
     shapes: Mapping[str, tuple[int, ...]],
     take: TakeTensor,
     architecture: str,
+    seed: int | None = None,
 ) -> None:
     """Show ``take`` every parameter of ``source`` in its folder, one after the other.
 
@@ -113,6 +128,7 @@ def read_folder(
         parameters: of the model, by all their names; those that are tied are one and the same.
         shapes: whole shapes, by the same names.
         architecture: the name of the model's class.
+        seed: of tensors that the folder's own class does not have, a new head's; None: they are missing.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
@@ -123,10 +139,10 @@ def read_folder(
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
         held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
-        found = read_tensors(
-            build_meta(replace(source, freeze=[]), class_of([architecture])), held, parameters, shapes, take
-        )
-    check_loading(folder, found, set())
+        twin = build_meta(replace(source, freeze=[]), class_of([architecture]))
+        found = read_tensors(twin, held, parameters, shapes, take)
+        for name, drawn in check_loading(source, found, twin, seed).items():
+            take(name, drawn)
 
 
 def read_tensors(

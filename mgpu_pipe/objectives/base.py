@@ -95,10 +95,9 @@ class Objective(pl.LightningModule, ABC):
     description: ClassVar[Description] = DESCRIPTION
     num_sums: ClassVar[int] = 1
     """Of :meth:`evaluation_sums`."""
-    refused_axes: ClassVar[tuple[str, ...]] = ()
-    """Of ``strategy``, those that this objective cannot be spread over."""
     samples_meet: ClassVar[bool] = False
-    """Whether a sample's loss looks at the others of its step; see :mod:`mgpu_pipe.objectives.global_batch`."""
+    """Whether a sample's loss looks at the others of its step; see :mod:`mgpu_pipe.objectives.global_batch`. It is then
+    spread over neither ``pp`` nor ``cp``."""
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ HIGHEST_EXPONENT = 700.0
 @dataclass
 class CausalLMConfig(ObjectiveConfig):
     name: str = "causal_lm"
-    """causal_lm, masked_lm, or a name that a plug-in registers."""
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
     router_aux_loss: float = field(default=0.0, metadata={"at_least": 0})

@@ -25,7 +25,6 @@ class GlobalBatchObjective(Objective):
     The data's valid units are samples. A model that drops at random is encoded twice with the same random numbers.
     """
 
-    refused_axes: ClassVar[tuple[str, ...]] = ("pp", "cp")
     samples_meet: ClassVar[bool] = True
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:

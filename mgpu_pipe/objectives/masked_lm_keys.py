@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import Auto, ObjectiveConfig
 @dataclass
 class MaskedLMConfig(ObjectiveConfig):
     name: str = "masked_lm"
-    """causal_lm, masked_lm, or a name that a plug-in registers."""
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     mask_share: float = field(default=0.15, metadata={"at_least": 0, "at_most": 1})
     """Share of a sample's tokens that are to be found again, at least one; drawn anew in every epoch."""
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})

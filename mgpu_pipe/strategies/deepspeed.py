@@ -186,7 +186,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if self._compile_model:
             compile_blocks(model)
         if self.stage == 3:
-            folder = self._materialise.source if isinstance(self._materialise, FolderWeights) else None
+            folder = self._materialise if isinstance(self._materialise, FolderWeights) else None
             drawn = self._materialise is not None and folder is None
             self._initial = partition_model(
                 model, self.settings, self._device, dtype, seed=self._seed if drawn else None, folder=folder

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from mgpu_pipe.compat.deepspeed_private import make_partitioned
-from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
-from mgpu_pipe.models.slices import read_folder
+from mgpu_pipe.models.slices import FolderWeights, read_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +33,7 @@ def partition_model(
     dtype: torch.dtype,
     *,
     seed: int | None = None,
-    folder: ModelConfig | None = None,
+    folder: FolderWeights | None = None,
 ) -> Shards:
     """Give every rank its part of every parameter, as DeepSpeed's ``zero.Init`` does, and fill the buffers.
 
@@ -91,7 +90,7 @@ def _set_part(parameter: nn.Parameter, values: torch.Tensor) -> None:
     part.narrow(0, 0, values.numel()).copy_(values)
 
 
-def _read_parts(model: nn.Module, folder: ModelConfig, dtype: torch.dtype, rank: int, ranks: int) -> Shards:
+def _read_parts(model: nn.Module, folder: FolderWeights, dtype: torch.dtype, rank: int, ranks: int) -> Shards:
     """Fill the partitioned parameters from a folder; the fp32 values, where ``dtype`` cannot hold them."""
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -107,7 +106,7 @@ def _read_parts(model: nn.Module, folder: ModelConfig, dtype: torch.dtype, rank:
             copied = values.to(parameter.ds_tensor.device, torch.float32, copy=True)
             shards[first_names[id(parameter)]] = (start, copied)
 
-    read_folder(folder, parameters, shapes, take, type(model).__name__)
+    read_folder(folder.source, parameters, shapes, take, type(model).__name__, folder.seed)
     return shards
 
 

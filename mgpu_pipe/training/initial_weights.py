@@ -15,6 +15,7 @@ from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import load_pretrained, materialise, run_model
+from mgpu_pipe.models.fields import LABELS
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.topology import ParallelDims
@@ -45,11 +46,13 @@ def _model_and_filler(
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     source = config.model
     if starts_from_folder(config):
-        source = replace(config.model, type=None, path=config.checkpoint.init_from, config={})
+        labels = {name: config.model.config[name] for name in LABELS if name in config.model.config}
+        source = replace(config.model, type=None, path=config.checkpoint.init_from, config=labels)
     if source.path is not None and not sharded:
-        return load_pretrained(source, device, config.model, description(config.objective.name).model_class), None
+        model_class = description(config.objective.name).model_class
+        return load_pretrained(source, device, config.model, model_class, config.seed), None
     if source.path is not None:
-        return run_model(config), FolderWeights(source)
+        return run_model(config), FolderWeights(source, config.seed)
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)

@@ -83,6 +83,7 @@ def train(
         BadInputError: the Trainer refuses a callback or a logger.
     """
     quiet_libraries()
+    identity, config = config_hash(config), prepared.complete(config)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dims = ParallelDims.resolve(config.strategy, world_size)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
@@ -125,7 +126,7 @@ def train(
             "precision": precision,
             "data_digest": prepared.digest,
             "validation_digest": prepared.validation_digest,
-            "config_hash": config_hash(config),
+            "config_hash": identity,
             "model_config": settings,
         },
         timeout_s=config.launch.collective_timeout,

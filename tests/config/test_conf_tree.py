@@ -24,6 +24,8 @@ NEEDS_MORE = {
     ("model", "bert_tiny"),
     ("model", "bert_small"),
     ("objective", "masked_lm"),
+    ("data", "labelled_jsonl"),
+    ("objective", "sequence_classification"),
     ("logger", "wandb"),
     ("logger", "mlflow"),
     ("precision", "fp8"),

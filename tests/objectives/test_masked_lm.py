@@ -114,7 +114,7 @@ def test_correct_predictions_are_those_of_whole_logits() -> None:
     [
         (("strategy=pp", "trainer.devices=2"), "strategy.pp=2: bert cannot be cut into stages"),
         (("strategy=cp", "trainer.devices=2"), "strategy.cp=2: attention of the bert family cannot run over several"),
-        (("model=llama_tiny",), "model.type=llama: objective.name=masked_lm does not train the llama family"),
+        (("model=llama_tiny",), "model.type=llama: transformers has no masked language model llama"),
         (("objective.mask_share=-1",), "objective.mask_share=-1.0: use a number of at least 0"),
     ],
 )

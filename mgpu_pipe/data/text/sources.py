@@ -22,9 +22,10 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
+from mgpu_pipe.data.text.labelled_row import row_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl")
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl")
 BUILT_IN = ("stdlib_text", *FILE_SOURCES, "synthetic")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
@@ -187,6 +188,9 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
     if data.source == "text_files":
         return
     line, origin, _ = next(files.read_lines(path))
+    if data.source == "labelled_jsonl":
+        row_of(data, line, origin)
+        return
     row = files.json_row(line, origin)
     key, column = (
         ("data.messages_column", data.messages_column)

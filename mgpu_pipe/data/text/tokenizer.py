@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _BPE_VERSION = 2
 LARGEST_TEMPLATE = 1 << 20
 """Bytes; real ones have some thousand."""
-_USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]")
+_USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,21 @@ class TokenizerInfo:
     eos_token_id: int
 
 
-def model_vocab_size(model: ModelConfig) -> int | None:
-    """The model's vocabulary size as configured or in its folder; None where neither says it."""
-    configured = model.config.get("vocab_size")
+def model_field(model: ModelConfig, name: str) -> Any:
+    """A field of the model's configuration as configured or in its folder; None where neither says it."""
+    configured = model.config.get(name)
     if configured is None and model.path:
         file = Path(model.path).expanduser() / "config.json"
         if file.is_file():
             settings = json_file(file)
             nested = settings.get("text_config")
-            configured = settings.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+            configured = settings.get(name, nested.get(name) if isinstance(nested, dict) else None)
+    return configured
+
+
+def model_vocab_size(model: ModelConfig) -> int | None:
+    """The model's vocabulary size, see :func:`model_field`."""
+    configured = model_field(model, "vocab_size")
     if configured is None:
         return None
     if not isinstance(configured, int) or isinstance(configured, bool) or configured < 1:

@@ -1,0 +1,352 @@
+"""Texts, or pairs of texts, each with its class: JSON lines made ready for sequence classification. No torch.
+
+A sample is one row of at most ``data.seq_len`` tokens: a longer text is cut at its end, of a pair the longer one. In
+the cache a source is a token store like any other's (:mod:`mgpu_pipe.data.text.prepare`), with two more arrays:
+``labels.npy``, the class of each document among the names in the manifest, and ``seconds.npy``, where its second text
+begins. What is held out is decided by the texts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
+from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
+from mgpu_pipe.data.text.encode import EncodedBatch, library_threads, token_dtype
+from mgpu_pipe.data.text.labelled_row import Row, row_of
+from mgpu_pipe.data.text.sources import Document, Source, validation_source_config
+from mgpu_pipe.data.text.split import document_hash, held_out
+from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
+from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
+from mgpu_pipe.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.text.labelled_samples import LabelledSamples
+
+SOURCE = "labelled_jsonl"
+_FORMAT = 1
+_AT_ONCE = 1024
+"""Texts that are encoded together."""
+
+
+@dataclass(frozen=True)
+class PreparedLabelled(Prepared):
+    """All that a worker needs to load labelled texts; made by :func:`prepare_labelled`."""
+
+    kind: ClassVar[str] = "labelled_text"
+
+    folder: Path
+    """The training documents' token store."""
+    held_out_folder: Path
+    """That of the held-out ones; the same where a share of the documents is held out."""
+    fraction: float
+    """That share."""
+    tokenizer_folder: Path
+    padding_token_id: int
+    seq_len: int
+    classes: list[str]
+    """Their names, in the order of their numbers."""
+    num_documents: int
+    train_samples: int
+    held_out_samples: int
+    """Of which an evaluation takes ``validation_samples``."""
+    validation_samples: int
+    majority_accuracy: float | None
+    """What saying the training data's most frequent class every time reaches on the evaluated samples."""
+    digest: str
+    validation_digest: str
+    unigram_perplexity: float | None = None
+
+    def documents(self, split: Split) -> NDArray[np.int64]:
+        """Those of a split, in its folder."""
+        if self.held_out_folder != self.folder:
+            return np.arange(TokenStore.open(self.folder_of(split)).num_documents)
+        chosen = held_out(TokenStore.open(self.folder).hashes, self.fraction)
+        return np.flatnonzero(chosen if split == "validation" else ~chosen)
+
+    def folder_of(self, split: Split) -> Path:
+        return self.folder if split == "train" else self.held_out_folder
+
+    def labels(self, split: Split) -> NDArray[np.int64]:
+        """The class of each sample of a split, in the order of :meth:`documents`."""
+        folder = self.folder_of(split)
+        numbers = np.array([_number_of(name, self.classes) for name in _names(folder)], np.int64)
+        return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
+
+    def open(self, config: RunConfig, split: Split) -> LabelledSamples:
+        from mgpu_pipe.data.text.labelled_samples import LabelledSamples
+
+        return LabelledSamples(self, split, partial(self.open, config, split))
+
+    def evaluated_samples(self) -> NDArray[np.int64]:
+        return evaluated_samples(self.held_out_samples, self.validation_samples)
+
+    def model_fields(self) -> dict[str, Any]:
+        return {
+            "id2label": {str(number): name for number, name in enumerate(self.classes)},
+            "label2id": {name: number for number, name in enumerate(self.classes)},
+        }
+
+    def is_here(self) -> bool:
+        return self.folder.exists()
+
+    def amounts(self) -> list[tuple[int, str]]:
+        return [(self.num_documents, "texts"), (len(self.classes), "classes")]
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+        return {"kind": self.kind, **plain}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        fields = {name: entry for name, entry in value.items() if name != "kind"}
+        folders = ("folder", "held_out_folder", "tokenizer_folder")
+        return cls(**{**fields, **{name: Path(fields[name]) for name in folders}})
+
+
+def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> PreparedLabelled:
+    """Make the texts of ``config`` ready, or find them ready; as :func:`mgpu_pipe.data.text.prepare.prepare`.
+
+    Raises:
+        ConfigError: a path, tokenizer or list of classes that cannot work.
+        DataError: a line that is broken, or has no text or class; no training sample.
+    """
+    cache, data = cache_folder(config.data.cache_dir).absolute(), config.data
+    with writing_to_cache(cache):
+        private_folder(cache)
+        told = progress or no_progress
+        source = _LabelledFiles(config, cache, "data.paths", told)
+        tokenizer = resolve_tokenizer(config, source.as_text(), cache, told)
+        folder = source.encoded(tokenizer)
+        held = folder
+        if data.validation_paths:
+            held = _LabelledFiles(validation_source_config(config), cache, "data.validation_paths", told).encoded(
+                tokenizer
+            )
+    fraction = 0.0 if data.validation_paths else data.validation_fraction
+    padding = model_field(config.model, "pad_token_id")
+    known = PreparedLabelled(
+        folder=folder,
+        held_out_folder=held,
+        fraction=fraction,
+        tokenizer_folder=tokenizer.folder,
+        padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
+        seq_len=data.seq_len,
+        classes=_classes(config, folder, held),
+        num_documents=sum(TokenStore.open(one).num_documents for one in {folder, held}),
+        train_samples=0,
+        held_out_samples=0,
+        validation_samples=0,
+        majority_accuracy=None,
+        digest="",
+        validation_digest="",
+    )
+    return _counted(known, config)
+
+
+def _counted(known: PreparedLabelled, config: RunConfig) -> PreparedLabelled:
+    """With its samples, its figures and its identity."""
+    train, held = known.labels("train"), known.labels("validation")
+    if not len(train):
+        raise DataError(f"data.source={SOURCE}: there is nothing to train on; lower data.validation_fraction")
+    evaluated = min(len(held), config.data.validation_max_samples or len(held))
+    majority = None
+    if evaluated:
+        chosen = held[evaluated_samples(len(held), evaluated)]
+        majority = float((chosen == np.bincount(train).argmax()).mean())
+    identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id)
+    apart = known.held_out_folder != known.folder
+    return replace(
+        known,
+        train_samples=len(train),
+        held_out_samples=len(held),
+        validation_samples=evaluated,
+        majority_accuracy=majority,
+        digest=digest_of(known.folder.name, known.fraction, *identity),
+        validation_digest=digest_of(known.held_out_folder.name, *identity) if apart and evaluated else "",
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of the classes in a folder, by their numbers in its ``labels.npy``."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return list(manifest["labels"])
+
+
+def _classes(config: RunConfig, *folders: Path) -> list[str]:
+    """Those that are given (``data.classes``, else a classifier that is trained on), else those that there are.
+
+    Raises:
+        ConfigError: classes that are not in the list, fewer than two, or not as many as ``model.config.num_labels``.
+    """
+    there = {name for folder in folders for name in _names(folder)}
+    given, key = list(config.data.classes), "data.classes"
+    if not given:
+        given, key = _of_the_model(config), "model.config.id2label"
+    if not given:
+        given, key = sorted(there, key=_in_order), "data.label_column"
+    strange = sorted((name for name in there if _number_of(name, given) is None), key=_in_order)
+    if strange:
+        reason = f"the data has a class {strange[0]!r} besides"
+        raise ConfigError(
+            key, ",".join(given), "name every class by data.classes, in the order of their numbers", reason
+        )
+    if len(given) < 2 or len(set(given)) < len(given):
+        reason = "there are fewer than two classes, or one is named twice"
+        raise ConfigError(key, ",".join(given), "name each class once by data.classes", reason)
+    wanted = config.model.config.get("num_labels")
+    if wanted is not None and wanted != len(given):
+        reason = f"the data has {len(given)} classes"
+        raise ConfigError("model.config.num_labels", wanted, "leave it out", reason)
+    return given
+
+
+def _number_of(name: str, classes: Sequence[str]) -> int | None:
+    """The number of a class that is called by its name, or is that number itself."""
+    if name in classes:
+        return classes.index(name)
+    return int(name) if name.isascii() and name.isdigit() and int(name) < len(classes) else None
+
+
+def _of_the_model(config: RunConfig) -> list[str]:
+    """The classes that the model's configuration names; none where it only numbers them."""
+    found = model_field(config.model, "id2label")
+    if not isinstance(found, Mapping):
+        return []
+    names = [str(name) for _, name in sorted(found.items(), key=lambda entry: int(entry[0]))]
+    return [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
+
+
+def _in_order(name: str) -> tuple[bool, int, str]:
+    """Numbers by their value, before words."""
+    number = name.removeprefix("-")
+    is_number = number.isascii() and number.isdigit()
+    return not is_number, int(name) if is_number else 0, name
+
+
+class _LabelledFiles:
+    """The rows of some files, and their tokens in the cache."""
+
+    def __init__(self, config: RunConfig, cache: Path, key: str, progress: Progress) -> None:
+        self._data, self._cache, self._progress = config.data, cache, progress
+        self._paths = files.expand_paths(self._data.paths, key)
+        self._known: Mapping[Path, Fingerprint] = fingerprints(self._paths, cache, progress)
+        columns = (self._data.text_column, self._data.second_text_column, self._data.label_column)
+        self.identity = digest_of("labelled", columns, [self._known[path].digest for path in self._paths])
+        self._size = sum(self._known[path].size for path in self._paths)
+
+    def rows(self) -> Iterator[Row]:
+        try:
+            for path in self._paths:
+                for line, origin, size in files.read_lines(path, self._known[path]):
+                    yield row_of(self._data, line, origin, size)
+        except ChangedFileError:
+            forget(self._paths, self._cache)
+            raise
+
+    def as_text(self) -> Source:
+        """What a tokenizer is trained on."""
+
+        def documents() -> Iterator[Document]:
+            return (Document(row.joined, row.origin, row.size) for row in self.rows())
+
+        return Source(SOURCE, self.identity, self._size, documents)
+
+    def encoded(self, tokenizer: TokenizerInfo) -> Path:
+        """The folder of their tokens, made if it is not there."""
+        identity = {
+            "source": self.identity,
+            "tokenizer": tokenizer.digest,
+            "seq_len": self._data.seq_len,
+            "format": _FORMAT,
+        }
+        folder = self._cache / "tokens" / digest_of("labelled", identity)
+
+        def build(out: Path) -> dict[str, Any]:
+            encoder, labels, seconds = RowEncoder(tokenizer, self._data.seq_len), list[str](), list[int]()
+
+            def batches() -> Iterator[EncodedBatch]:
+                waiting = self.rows()
+                while rows := list(islice(waiting, _AT_ONCE)):
+                    labels.extend(row.label for row in rows)
+                    batch, begins = encoder.encode(rows)
+                    seconds.extend(begins)
+                    yield batch
+
+            meta = write_tokens(out, batches(), {"name": SOURCE, **identity}, self._size, self._progress)
+            names = sorted(set(labels), key=_in_order)
+            numbers = {name: number for number, name in enumerate(names)}
+            save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
+            save_array(out / "seconds.npy", np.array(seconds, np.int64))
+            return {**meta, "labels": names}
+
+        build_once(folder, build)
+        return folder
+
+
+class RowEncoder:
+    """A tokenizer that turns texts and pairs into rows of at most ``seq_len`` tokens, each with its end.
+
+    Where the tokenizer sets the texts of a pair apart by itself ([CLS] a [SEP] b [SEP]), it does; else the
+    end-of-sequence token stands between them.
+
+    Raises:
+        ConfigError: ``seq_len`` holds no token of a text.
+    """
+
+    def __init__(self, tokenizer: TokenizerInfo, seq_len: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._eos, self._dtype, self._seq_len = tokenizer.eos_token_id, token_dtype(tokenizer.vocab_size), seq_len
+        self._ends = 0 if self._tokenizer.encode("a").ids[-1:] == [self._eos] else 1
+        self._pairs = self._tokenizer.num_special_tokens_to_add(True) > self._tokenizer.num_special_tokens_to_add(False)
+        least = self._tokenizer.num_special_tokens_to_add(True) + 2 * self._ends + 2
+        if seq_len < least:
+            raise ConfigError("data.seq_len", seq_len, f"use at least {least}", "a row holds its texts and their ends")
+
+    def encode(self, rows: Sequence[Row]) -> tuple[EncodedBatch, list[int]]:
+        """The rows' tokens, and where each one's second text begins: at its end where there is none."""
+        encoded = [self._joined(row.texts) if len(row.texts) > 1 and not self._pairs else None for row in rows]
+        self._tokenizer.enable_truncation(self._seq_len - self._ends)
+        alone = (row.texts for row, own in zip(rows, encoded, strict=True) if own is None)
+        inputs = [texts if len(texts) > 1 else texts[0] for texts in alone]
+        with library_threads(True):
+            results = iter(self._tokenizer.encode_batch(inputs))
+        self._tokenizer.no_truncation()
+        found = [self._own_end(next(results)) if own is None else own for own in encoded]
+        return EncodedBatch(
+            tokens=np.array([token for ids, _ in found for token in ids], self._dtype),
+            lengths=np.array([len(ids) for ids, _ in found], np.int64),
+            hashes=np.array([document_hash(row.joined) for row in rows], np.uint64),
+            loss_mask=None,
+            size=sum(row.size for row in rows),
+        ), [second for _, second in found]
+
+    def _own_end(self, encoding: Any) -> tuple[list[int], int]:
+        ids = [*encoding.ids, self._eos][: len(encoding.ids) + self._ends]
+        kinds = encoding.type_ids
+        return ids, kinds.index(1) if 1 in kinds else len(ids)
+
+    def _joined(self, texts: tuple[str, ...]) -> tuple[list[int], int]:
+        first, second = (self._tokenizer.encode(text).ids for text in texts)
+        room = self._seq_len - 2
+        kept = first[: max(room - len(second), room - room // 2)]
+        ids = [*kept, self._eos, *second[: room - len(kept)], self._eos]
+        return ids, len(kept) + 1

@@ -1,0 +1,49 @@
+"""One line of a file of labelled texts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.errors import DataError
+
+
+class Row(NamedTuple):
+    """One line: its one or two texts, its class, where it stands, and its share of the progress."""
+
+    texts: tuple[str, ...]
+    label: str
+    origin: str
+    size: int
+
+    @property
+    def joined(self) -> str:
+        """What the split goes by, and what a tokenizer is trained on."""
+        return "\n".join(self.texts)
+
+
+def row_of(data: DataConfig, line: str, origin: str, size: int = 0) -> Row:
+    """A line of ``data.paths``.
+
+    Raises:
+        DataError: it is broken, lacks a column, or holds something else there.
+    """
+    row = files.json_row(line, origin)
+    keys = {"text_column": data.text_column, "label_column": data.label_column}
+    if data.second_text_column is not None:
+        keys["second_text_column"] = data.second_text_column
+    for key, column in keys.items():
+        if column not in row:
+            raise files.missing_column(origin, f"data.{key}", column, list(row))
+    texts = [row[column] for key, column in keys.items() if key != "label_column"]
+    for text in texts:
+        if not isinstance(text, str):
+            raise DataError(f"{origin}: a text is a {type(text).__name__}, not a string; {files.FIX}")
+        files.check_unicode(text, origin)
+    label = row[data.label_column]
+    if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
+        what = "nothing" if label == "" else repr(label)
+        raise DataError(f"{origin}: the class is {what}, not a name or a whole number; {files.FIX}")
+    files.check_unicode(str(label), origin)
+    return Row(tuple(texts), str(label), origin, size)

@@ -1,0 +1,45 @@
+"""What code without torch knows of sequence classification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import ObjectiveConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import model_types
+
+
+@dataclass
+class SequenceClassificationConfig(ObjectiveConfig):
+    name: str = "sequence_classification"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        if fields["model_type"] in model_types("AutoModelForMaskedLM") or fields.get("pad_token_id") is not None:
+            return []
+        reason = "it finds a row's last token by it: the last one that is another"
+        fix = "give the id that fills rows up, e.g. the tokenizer's end-of-text token (0 in those made here)"
+        return [ConfigError("model.config.pad_token_id", None, fix, reason)]
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    return {"val/loss": sums[0] / sums[-1], "val/accuracy": sums[1] / sums[-1]}
+
+
+DESCRIPTION = Description(
+    name="sequence_classification",
+    keys=SequenceClassificationConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a sample"),
+        Metric("val/accuracy", "held-out accuracy", percent=True, higher_is_better=True, headline=True),
+    ),
+    measured=measured,
+    counts="samples",
+    model_class="AutoModelForSequenceClassification",
+    attention="own",
+    samples="labelled_text",
+    refused_axes=("pp", "cp"),
+)

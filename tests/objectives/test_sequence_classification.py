@@ -1,0 +1,294 @@
+"""Sequence classification. Oracle: transformers' own model, one sample at a time, in one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze, remember
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+CLASSES = ("objective=sequence_classification", "logger=none", "trainer.progress=off")
+BERT = (*CLASSES, "model=bert_tiny", "model.config.num_labels=3")
+LLAMA = (*CLASSES, "model=llama_tiny", "model.config.num_labels=3", "model.config.pad_token_id=0")
+TARGET = "bert.encoder.layer.1.output.dense"
+
+
+def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
+    def wrong_gradient(strategy: EngineStrategy) -> None:
+        module = strategy.objective.model.get_submodule(TARGET)
+
+        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
+            handle.remove()
+            module.weight.register_hook(lambda gradient: gradient * 1.001)
+
+        handle = module.register_forward_pre_hook(on_first_forward)
+
+    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
+
+
+@pytest.mark.parametrize(
+    ("processes", "model", "strategy"),
+    [
+        (1, BERT, ("strategy=single",)),
+        (2, BERT, ("strategy=ddp",)),
+        (2, BERT, ("strategy=fsdp", "data.micro_batch_size=2")),
+        (2, BERT, ("strategy=tp",)),
+        (2, LLAMA, ("strategy=tp",)),
+        pytest.param(4, BERT, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.slow),
+        pytest.param(4, LLAMA, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        *(pytest.param(2, BERT, (f"strategy=zero{stage}",), marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    ],
+)
+def test_every_strategy_is_one_sample_at_a_time(
+    processes: int, model: tuple[str, ...], strategy: tuple[str, ...]
+) -> None:
+    config = small_run(*model, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def test_a_planted_error_is_found() -> None:
+    config = small_run(*BERT, "trainer.devices=2", "strategy=fsdp")
+    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
+    assert found["gradient"].where == f"{TARGET}.weight"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((*BERT, "strategy=pp", "trainer.devices=2"), "strategy.pp=2: objective.name=sequence_classification cannot"),
+        ((*LLAMA, "strategy=cp", "trainer.devices=2"), "strategy.cp=2: objective.name=sequence_classification cannot"),
+        ((*CLASSES, "model=llama_tiny"), "model.config.pad_token_id=null"),
+        (BERT, "data.source=stdlib_text: objective.name=sequence_classification trains on labelled text; use data="),
+    ],
+)
+def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(compose([*overrides])[0])
+    assert told in str(refused.value)
+
+
+OTHERS = ["the", "a", "of", "in", "on", "at", "by", "to"]
+WORDS = {"animal": "cat dog cow hen", "plant": "oak elm fir yew", "stone": "jade onyx opal ruby"}
+
+
+def write_rows(file: Path, rows: int = 60, pairs: bool = False, numbers: bool = False) -> Path:
+    """Texts of words of their class among others; of pairs, the class is that of the second text."""
+    random = np.random.default_rng(1)
+    names = list(WORDS)
+    with open(file, "w", encoding="utf-8") as out:
+        for row in range(rows):
+            label = names[int(random.integers(3))]
+            words = [*random.choice(OTHERS, 4), *random.choice(WORDS[label].split(), 3)]
+            text = f"{row} {' '.join(random.permutation(words))}"
+            shown = {"text": "who is it", "other": text} if pairs else {"text": text}
+            out.write(json.dumps({**shown, "label": names.index(label) if numbers else label}) + "\n")
+    return file
+
+
+def small_data(folder: Path, *overrides: str, model: tuple[str, ...] = BERT[:-1]) -> RunConfig:
+    file = folder / "rows.jsonl"
+    if not file.exists():
+        write_rows(file)
+    shape = ("data.seq_len=24", "data.global_batch_size=8", "data.validation_fraction=0.2", "trainer.max_steps=4")
+    paths = (f"data.paths=[{file}]", f"data.cache_dir={folder / 'cache'}")
+    return compose([*model, "data=labelled_jsonl", *shape, *paths, *overrides])[0]
+
+
+def test_classes_are_found_or_given_and_the_model_names_them(tmp_path: Path) -> None:
+    config = small_data(tmp_path)
+    found = prepare(config)
+    assert read_prepared(json.loads(json.dumps(found.as_dict()))) == found
+    assert found.model_fields()["label2id"] == {"animal": 0, "plant": 1, "stone": 2}
+    given = prepare(small_data(tmp_path, "data.classes=[stone,animal,plant,none]"))
+    assert given.digest != found.digest
+    before, after = (one.open(config, "train") for one in (found, given))
+    indices = np.arange(len(before))
+    moved = np.array([1, 2, 0])[before.batch(indices, indices)["labels"].numpy()]
+    assert after.batch(indices, indices)["labels"].tolist() == moved.tolist()
+    assert len(before) + len(found.open(config, "validation")) == 60
+    held, labels = found.open(config, "validation"), before.batch(indices, indices)["labels"]
+    usual = held.batch(np.arange(12), np.arange(12))["labels"] == labels.bincount().argmax()
+    assert found.as_dict()["majority_accuracy"] == pytest.approx(float(usual.double().mean()))
+    with pytest.raises(BadInputError, match=r"data\.classes=stone,plant: the data has a class 'animal' besides"):
+        prepare(small_data(tmp_path, "data.classes=[stone,plant]"))
+    with pytest.raises(BadInputError, match=r"model\.config\.num_labels=5: the data has 3 classes"):
+        prepare(small_data(tmp_path, "model.config.num_labels=5"))
+    write_rows(tmp_path / "rows.jsonl", numbers=True)
+    numbered = prepare(small_data(tmp_path, "data.classes=[animal,plant,stone]"))
+    assert (numbered.open(config, "train").batch(indices, indices)["labels"] < 3).all()
+    assert prepare(small_data(tmp_path)).model_fields()["id2label"] == {"0": "0", "1": "1", "2": "2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"text": "a"}, "has no column 'label'; set data.label_column"),
+        ({"text": "a", "label": 0.5}, "the class is 0.5, not a name or a whole number"),
+        ({"text": ["a"], "label": 0}, "a text is a list, not a string"),
+    ],
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: dict[str, Any], told: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(small_data(tmp_path))
+    assert f"rows.jsonl:1: {told}" in str(refused.value)
+
+
+def bert_tokenizer(folder: Path) -> Path:
+    """A folder of BERT's own kind of tokenizer, in words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "who", "is", "it", *OTHERS]
+    words += [word for line in WORDS.values() for word in line.split()]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("seq_len", [8, 24])
+def test_rows_are_those_of_transformers_own_tokenizer(tmp_path: Path, pairs: bool, seq_len: int) -> None:
+    from transformers import AutoTokenizer
+
+    own = bert_tokenizer(tmp_path / "tokenizer")
+    write_rows(tmp_path / "rows.jsonl", pairs=pairs)
+    second = ("data.second_text_column=other",) if pairs else ()
+    more = (f"data.tokenizer={own}", f"data.seq_len={seq_len}", "model.config.pad_token_id=0", *second)
+    config = small_data(tmp_path, *more, "data.validation_fraction=0")
+    samples = prepare(config).open(config, "train")
+    batch = samples.batch(np.arange(60), np.arange(60))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    texts = [[row[name] for row in rows] for name in (("text", "other") if pairs else ("text",))]
+    named = AutoTokenizer.from_pretrained(own)
+    expected = named(
+        *texts,
+        padding="max_length",
+        truncation=True,
+        max_length=seq_len,
+        return_tensors="pt",
+        return_token_type_ids=True,
+    )
+    assert torch.equal(batch["input_ids"], expected["input_ids"])
+    assert torch.equal(batch["lengths"], expected["attention_mask"].sum(1))
+    assert torch.equal(batch["token_type_ids"], expected["token_type_ids"])
+    assert samples.padding(np.arange(60)) == int((1 - expected["attention_mask"]).sum())
+
+
+def test_a_tokenizer_without_marks_gets_ends_between_and_after_the_texts(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", pairs=True)
+    config = small_data(tmp_path, "data.second_text_column=other", "data.seq_len=12", "data.validation_fraction=0")
+    batch = prepare(config).open(config, "train").batch(np.arange(60), np.arange(60))
+    for ids, kinds, length in zip(batch["input_ids"], batch["token_type_ids"], batch["lengths"], strict=True):
+        assert int((ids[:length] == 0).sum()) == 2 and int(ids[length - 1]) == 0
+        begin = int((ids == 0).nonzero()[0]) + 1
+        assert kinds.tolist() == [int(begin <= place < length) for place in range(12)]
+
+
+def trained(folder: str, overrides: list[str], root: str, resume: str | None) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = small_data(Path(root), *overrides)
+    step = None if resume is None else Path(resume)
+    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
+
+
+def run(folder: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
+    folder.mkdir()
+    given = [*overrides, f"trainer.devices={processes}"]
+    config = small_data(folder.parent, *given)
+    paths = RunPaths(folder)
+    freeze(config, paths.config)
+    remember(paths.config)
+    shutil.copytree(str(prepare(config).tokenizer_folder), paths.tokenizer)
+    step = None if resume is None else str(resume)
+    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(folder.parent), step)[0]
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    from mgpu_pipe.cli import main
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    run(tmp_path / "first", 2, "strategy=fsdp", *half)
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    assert metrics["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
+    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
+    assert metrics["val/accuracy"] == whole["val/accuracy"]
+    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"loss        {metrics['val/loss']:.6f} nats a sample" in printed
+    assert f"accuracy    {100 * metrics['val/accuracy']:.2f}%" in printed
+    assert "over        12 samples of 12 held-out samples" in printed
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
+    assert "AutoModelForSequenceClassification" in capsys.readouterr().out
+    exported, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert exported.config.id2label == {0: "animal", 1: "plant", 2: "stone"}
+    # The exported folder is evaluated by itself, on data that lacks a class and lists the others anew.
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps(row) + "\n" for row in rows if row["label"] != "animal"))
+    shape = ["data=labelled_jsonl", "data.seq_len=24", "data.validation_fraction=0.5", f"data.paths=[{few}]"]
+    for folder in ("second", "out"):
+        assert main(["eval", str(tmp_path / folder), *shape, "--device", "cpu"]) == 0
+    first, _, second = capsys.readouterr().out.partition("weights")
+    assert first.splitlines()[:2] == second.splitlines()[1:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [(1, "strategy=single"), (2, "strategy=fsdp"), (2, "strategy=tp"), (2, "strategy=zero3")]
+)
+def test_a_folder_without_the_head_gets_a_new_one(tmp_path: Path, processes: int, strategy: str) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = BertForMaskedLM(BertConfig(**sizes, vocab_size=30, max_position_embeddings=32, pad_token_id=0))
+    base.save_pretrained(tmp_path / "base")
+    bert_tokenizer(tmp_path / "base")
+    given = ("model=hf", f"model.path={tmp_path / 'base'}", "optimizer.lr=0", strategy)
+    run(tmp_path / "run", processes, *given)
+    run(tmp_path / "again", 1, *given, "strategy=single")
+    from mgpu_pipe.inference.load import load_run
+
+    found, alone = (dict(load_run(tmp_path / name).model.named_parameters()) for name in ("run", "again"))
+    body = dict(base.named_parameters())
+    for name, value in found.items():
+        assert torch.equal(value, alone[name]), name
+        assert name not in body or torch.equal(value, body[name]), name
+    new = found.keys() - body.keys()
+    assert {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias"} == new
+    assert found["classifier.weight"].shape == (3, 32) and 0.01 < float(found["classifier.weight"].std()) < 0.03
