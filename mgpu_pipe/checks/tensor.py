@@ -9,7 +9,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.brought import STYLES, brought_plan
 from mgpu_pipe.families.find import axes_of, families_with, family_of, has_tensor_plan, tensor_if_errors
 
-FEED_FORWARDS = ("n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size")
+FEED_FORWARDS = ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "intermediate_size")
 """Names of the feed-forward width in families whose files say how they are cut."""
 
 

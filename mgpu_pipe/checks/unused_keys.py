@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mgpu_pipe.config.plugins import DATA_SOURCES, ENGINES
+from mgpu_pipe.config.plugins import DATA_SOURCES, ENGINES, PAIR_SOURCES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -66,6 +66,10 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("label_column", ("labelled_jsonl",)),
         ("classes", ("labelled_jsonl",)),
         ("messages_column", ("chat_jsonl",)),
+        ("source_column", ("pairs_jsonl",)),
+        ("target_column", ("pairs_jsonl",)),
+        ("target_len", PAIR_SOURCES),
+        ("numbers", ("number_words",)),
         ("synthetic", ("synthetic",)),
     ):
         if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:

@@ -19,6 +19,9 @@ from mgpu_pipe.errors import BadInputError, ConfigError
 
 AT_LEAST_ONE = (
     "data.seq_len",
+    "data.target_len",
+    "data.numbers.count",
+    "data.numbers.digits",
     "data.global_batch_size",
     "data.micro_batch_size",
     "data.synthetic.num_documents",
@@ -58,10 +61,10 @@ ABOVE_ZERO = (
     "launch.stop_timeout",
     "launch.collective_timeout",
 )
-AT_MOST = {"scheduler.min_lr_ratio": 1.0, "seed": 2**63 - 1}
+AT_MOST = {"scheduler.min_lr_ratio": 1.0, "data.numbers.digits": 9, "seed": 2**63 - 1}
 FREE_TEXTS = ("objective.sample_prompts",)
 """Keys whose texts may be empty."""
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl")
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
 
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
@@ -265,7 +268,7 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
 def _missing_paths(config: RunConfig) -> list[ConfigError]:
     data = config.data
     if data.paths and data.source in plugins.DATA_SOURCES and data.source not in FILE_SOURCES:
-        fix = "use data=text_files (or jsonl, parquet, chat_jsonl, labelled_jsonl), or leave it out"
+        fix = "use data=text_files (or jsonl, parquet, chat_jsonl, labelled_jsonl, pairs_jsonl), or leave it out"
         return [ConfigError("data.paths", ", ".join(data.paths), fix, f"data.source={data.source} reads no files")]
     if data.source not in FILE_SOURCES or data.paths:
         return []

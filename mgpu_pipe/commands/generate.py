@@ -1,4 +1,4 @@
-"""``mgpu-pipe generate``: continues prompts."""
+"""``mgpu-pipe generate``: continues prompts, or answers them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--temperature",
         type=non_negative,
-        default=0.8,
+        default=None,
         metavar="T",
-        help="default 0.8; 0 always takes the likeliest token",
+        help="default 0.8, of encoder-decoder models 0, which always takes the likeliest token",
     )
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
@@ -58,7 +58,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             print("---")
-        print(prompt + (without_controls(text) if sys.stdout.isatty() else text))
+        shown = without_controls(text) if sys.stdout.isatty() else text
+        # An answer stands by itself: it does not go on from the prompt.
+        print(shown if run.model.config.is_encoder_decoder else prompt + shown)
 
 
 VERB = Verb("continue prompts", generate)

@@ -18,10 +18,20 @@ OBJECTIVE_KEYS_GROUP = "mgpu_pipe.objective_keys"
 STRATEGY_GROUP = "mgpu_pipe.strategies"
 STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
 
-DATA_SOURCES = ("stdlib_text", "text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "synthetic")
-SAMPLES = {"labelled_jsonl": "labelled_text"}
+PAIR_SOURCES = ("pairs_jsonl", "number_words")
+DATA_SOURCES = (
+    "stdlib_text",
+    "text_files",
+    "jsonl",
+    "parquet",
+    "chat_jsonl",
+    "labelled_jsonl",
+    *PAIR_SOURCES,
+    "synthetic",
+)
+SAMPLES = {"labelled_jsonl": "labelled_text", **dict.fromkeys(PAIR_SOURCES, "pairs")}
 """The kind of samples that a data source gives; packed text where it is not listed."""
-OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification")
+OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq")
 ENGINES = ("mesh", "deepspeed")
 LONGEST = 300
 """Characters of a stranger's message."""

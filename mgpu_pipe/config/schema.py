@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.plugins import PAIR_SOURCES
 from mgpu_pipe.errors import ConfigError
 
 Auto = Literal["auto"]
@@ -57,11 +58,19 @@ class SyntheticConfig:
 
 
 @dataclass
+class NumbersConfig:
+    count: int = 20000
+    """Numbers that data=number_words draws; each gives two pairs, digits to words and back."""
+    digits: int = 6
+    """Digits of the longest number."""
+
+
+@dataclass
 class DataConfig:
     source: str = "stdlib_text"
     """An option of conf/data (mgpu-pipe ls data), or a name that a plug-in registers."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (text_files, jsonl, parquet, chat_jsonl, labelled_jsonl)."""
+    """Files or globs (text_files, jsonl, parquet, chat_jsonl, labelled_jsonl, pairs_jsonl)."""
     text_column: str = "text"
     """Name of the text field (jsonl, parquet, labelled_jsonl)."""
     second_text_column: str | None = None
@@ -73,14 +82,22 @@ class DataConfig:
     (labelled_jsonl)."""
     messages_column: str = "messages"
     """Name of the list of {role, content} messages (chat_jsonl)."""
+    source_column: str = "source"
+    """Name of the text that is given to the model (pairs_jsonl)."""
+    target_column: str = "target"
+    """Name of the text that the model is to answer with (pairs_jsonl)."""
     chat_template: str | None = None
     """A Jinja file that overrides the tokenizer's chat template (chat_jsonl)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Shape of the random documents of data=synthetic."""
+    numbers: NumbersConfig = field(default_factory=NumbersConfig)
+    """Numbers of data=number_words."""
     tokenizer: str = "auto"
     """Tokenizer folder or tokenizer.json; auto: the model folder's, else a BPE trained once on this data."""
     seq_len: int = 256
-    """Tokens a sample."""
+    """Tokens a sample; of pairs, tokens a source."""
+    target_len: int | Auto = "auto"
+    """Tokens a target, of pairs; auto is data.seq_len."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """best_fit packs whole documents into samples; none gives each document its own, padded."""
     global_batch_size: int = 32
@@ -100,6 +117,12 @@ class DataConfig:
     """Processes that tokenise; auto is one a core."""
     cache_dir: str | None = None
     """Where tokenised data is kept; null: $MGPU_PIPE_CACHE, else mgpu_pipe in the user's cache folder."""
+
+    def target_tokens(self) -> int:
+        """Tokens of a padded target; 0 where samples are no pairs."""
+        if self.source not in PAIR_SOURCES:
+            return 0
+        return self.seq_len if self.target_len == "auto" else self.target_len
 
 
 @dataclass

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_pipe.config.plugins import PAIR_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text import labelled
+from mgpu_pipe.data.text import labelled, pairs
 from mgpu_pipe.data.text import prepare as text
 
 KINDS: dict[str, type[Prepared]] = {
-    kind.kind: kind for kind in (text.PreparedData, arrays.PreparedArrays, labelled.PreparedLabelled)
+    kind.kind: kind
+    for kind in (text.PreparedData, arrays.PreparedArrays, labelled.PreparedLabelled, pairs.PreparedPairs)
 }
 
 
@@ -27,6 +29,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return arrays.prepare_arrays(config)
     if config.data.source == labelled.SOURCE:
         return labelled.prepare_labelled(config, progress)
+    if config.data.source in PAIR_SOURCES:
+        return pairs.prepare_pairs(config, progress)
     return text.prepare(config, progress)
 
 

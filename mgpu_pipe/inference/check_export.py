@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load
 from transformers import AutoConfig
 
+from mgpu_pipe.inference.streaming import probe_inputs
 from mgpu_pipe.models.fields import class_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -36,7 +37,7 @@ def main(folder: str) -> int:
         print(f"tensors do not match the configuration: {amiss[:3]}", file=sys.stderr)
         return 1
     with torch.no_grad():
-        logits = model.eval()(input_ids=probe["input_ids"], use_cache=False).logits.float()
+        logits = model.eval()(**probe_inputs(model, probe["input_ids"])).logits.float()
     error = ((logits - probe["logits"]).abs().max() / probe["logits"].abs().max().clamp_min(1e-12)).item()
     if not error <= TOLERANCE[model.dtype]:
         print(f"logits differ by {error:.1e} of the largest", file=sys.stderr)

@@ -1,10 +1,11 @@
-"""Continues prompts with a causal language model."""
+"""Continues prompts with a causal language model, or answers them with an encoder-decoder model."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from mgpu_pipe.models.rotary import length_at_hand
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.modeling_outputs import BaseModelOutput
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -53,18 +55,18 @@ def generate_text(
     prompts: Sequence[str],
     *,
     max_new_tokens: int = 64,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = 50,
     top_p: float | None = None,
     seed: int = 0,
     together: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> list[str]:
-    """The continuation of each prompt, without the prompt.
+    """The continuation of each prompt, without the prompt; of an encoder-decoder model, what it writes for it.
 
     Args:
         tokenizer: or the folder that keeps it.
-        temperature: 0 always takes the likeliest token.
+        temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
         top_k, top_p: draw among the likeliest only; None does not restrict.
         seed: of the draws; each prompt has its own stream, so its continuation does not depend on the others. The
             process's random state is left as it was.
@@ -77,6 +79,11 @@ def generate_text(
     """
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
+    answers = bool(model.config.is_encoder_decoder)
+    if answers and together:  # parts of a sharded model cannot be called by themselves
+        forward = forward or partial(_whole_forward, model)
+    if temperature is None:
+        temperature = 0.0 if answers else 0.8
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -105,6 +112,13 @@ def generate_text(
             ]
     finally:
         model.train(was_training)
+
+
+def _whole_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **inputs: Any) -> Any:
+    """Encoder and decoder for each new token; in the place of the encoder's output stand the ids of the source."""
+    ids = encoder_outputs.last_hidden_state
+    assert ids is not None
+    return model(**{**inputs, "input_ids": ids[..., 0].long()})
 
 
 @contextmanager
@@ -147,28 +161,35 @@ def _continue(
     use_cache: bool,
 ) -> str:
     from transformers import GenerationConfig
+    from transformers.modeling_outputs import BaseModelOutput
 
+    answers, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
     ids = _encode(tokenizer, prompt)
+    if answers and end is not None and ids[-1] != end:
+        ids.append(int(end))  # as sources are trained on
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = max_new_tokens if context is None else min(max_new_tokens, context - len(ids))
+    room = max_new_tokens if context is None or answers else min(max_new_tokens, context - len(ids))
     if room < 1:
         raise BadInputError(f"prompt of {len(ids)} tokens: the model's context is {context}; give a shorter prompt")
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    end = tokenizer.eos_token_id
     settings = GenerationConfig(
         max_new_tokens=room,
         eos_token_id=end,
         pad_token_id=end if end is not None else 0,
         use_cache=use_cache,
+        **({"decoder_start_token_id": model.config.decoder_start_token_id} if answers else {}),
         **sampling,
     )
     torch.manual_seed(seed)
     given = torch.tensor([ids], device=next(model.parameters()).device)
+    encoded = {"encoder_outputs": BaseModelOutput(given[..., None].float())} if answers and not use_cache else {}
     made = model.generate(  # type: ignore[operator]
-        given, generation_config=settings, attention_mask=torch.ones_like(given), synced_gpus=together
+        given, generation_config=settings, attention_mask=torch.ones_like(given), synced_gpus=together, **encoded
     )[0]
+    if answers:
+        return str(tokenizer.decode(made, skip_special_tokens=True))
     shown = str(tokenizer.decode(ids, skip_special_tokens=True))
     text = str(tokenizer.decode(made, skip_special_tokens=True))
     # Decoding the new tokens alone would lose the space that many tokenizers put before a word.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from mgpu_pipe.inference.load import ReadTensor
+
+
+def probe_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a forward pass over ``ids``, which an encoder and a decoder both get."""
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return {"input_ids": ids, "use_cache": False, **decoder}
 
 
 @torch.no_grad()
@@ -48,7 +54,7 @@ def streamed_logits(model: PreTrainedModel, read: ReadTensor, ids: torch.Tensor,
         hooks.append(block.register_forward_hook(_calling(let_go, inside[name])))
     try:
         fill(sorted(outside))
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        logits: torch.Tensor = model(**probe_inputs(model, ids)).logits
         return logits
     finally:
         for hook in hooks:

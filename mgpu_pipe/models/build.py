@@ -84,6 +84,8 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     except REFUSALS as error:
         raise _refused(model, error) from error
     config.dtype = torch.float32
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id  # as of T5, whose class leaves it out
     return config
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
@@ -98,6 +99,9 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         key, given = ("model.type", model.type) if model.path is None else ("model.path", model.path)
         close, kind = nearest(model_type, types), MODEL_CLASSES[classes[0]][1]
         fix = f"did you mean {close}?" if close else f"use a {kind} that transformers knows"
+        if any(model_type in model_types(one) for one in MODEL_CLASSES):
+            learn = [one.name for one in descriptions() if model_type in one.families]
+            fix = f"use a {kind}" + (f", or objective={' or '.join(learn)}" if learn else "")
         raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no {kind} {model_type}")])
     known = config_class(model_type)
     if known is not None:

@@ -157,16 +157,17 @@ def correct_predictions(
     chunk_tokens: int | str = "auto",
     shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
-    """How many labels have the largest logit; arguments, and what is collective, as in :func:`linear_cross_entropy`."""
+    """Which labels have the largest logit, of their shape; arguments, and what is collective, as in
+    :func:`linear_cross_entropy`."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     vocabulary = weight.shape[0] if shard is None else -(-shard.whole // shard.group.size())
     rows = chunk_rows(chunk_tokens, vocabulary, flat.shape[0])
-    total = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    right = torch.zeros_like(wanted, dtype=torch.bool)
     for start in range(0, flat.shape[0], rows):
         target = wanted[start : start + rows]
         value, token = F.linear(flat[start : start + rows], weight, bias).float().max(1)
         if shard is not None:
             of_all = all_gather_parts(torch.stack([value.double(), (token + shard.start).double()]), shard.group)
             token = of_all[:, 1].gather(0, of_all[:, 0].argmax(0, keepdim=True))[0].long()
-        total += ((token == target) & (target != IGNORE_INDEX)).sum()
-    return total
+        right[start : start + rows] = (token == target) & (target != IGNORE_INDEX)
+    return right.view(labels.shape)

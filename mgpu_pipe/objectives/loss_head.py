@@ -66,23 +66,27 @@ class TokenLoss:
 
     def sums(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """The same, and how many of the likeliest tokens are the labels; float64, (2,)."""
+        loss, right = self.predictions(inputs, labels)
+        return torch.stack([loss.double(), right.sum().double()])
+
+    def predictions(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and which of the likeliest tokens are the labels, of their shape."""
         if self._head is not None:
             self._head.counts_correct = True
         try:
-            loss, correct = self._sums(inputs, labels)
+            loss, right = self._sums(inputs, labels)
         finally:
             if self._head is not None:
                 self._head.counts_correct = False
-        assert correct is not None
-        return torch.stack([loss.double(), correct.double()])
+        assert right is not None
+        return loss, right
 
     def _sums(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._head is None or not self._head.applies:
             logits = self._model(**inputs).logits
-            right = (logits.detach().argmax(-1) == labels.reshape(logits.shape[:-1])) & (
-                labels.reshape(logits.shape[:-1]) != IGNORE_INDEX
-            )
-            return logits_cross_entropy(logits, labels), right.sum()
+            wanted = labels.reshape(logits.shape[:-1])
+            right = (logits.detach().argmax(-1) == wanted) & (wanted != IGNORE_INDEX)
+            return logits_cross_entropy(logits, labels), right.view(labels.shape)
         self._head.labels, returned = labels, None
         try:
             returned = self._model(**inputs).logits

@@ -27,7 +27,7 @@ from mgpu_pipe.parallel.tensor_parameters import CutParameters
 from mgpu_pipe.parallel.tensor_roles import KEY_VALUE, SEVERAL_INPUTS, sequence_plan, tensor_plan
 from mgpu_pipe.parallel.vocabulary import VocabularyShard, vocabulary_parallel_embedding, vocabulary_parallel_head
 
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "split_size")
+HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "split_size")
 """What attention modules call the number of their query heads, or a width that goes with it."""
 GROUPS = "num_key_value_groups"
 """Query heads a key-value head."""
@@ -370,8 +370,13 @@ class TensorParallel:
         with_head = isinstance(head, nn.Linear) or (isinstance(head, nn.Module) and is_removed(head))
         if isinstance(embedding, nn.Embedding) and (self.sequence is not None or with_head):
             shard = VocabularyShard.of(self.group, embedding.num_embeddings)
+            # An encoder and a decoder look the same table up, each by a module of its own.
+            tables = [
+                one for one in self.modules.values() if isinstance(one, nn.Embedding) and one.weight is embedding.weight
+            ]
             self._cut_once(embedding, shard)
-            vocabulary_parallel_embedding(embedding, shard, self.sequence)
+            for table in tables:
+                vocabulary_parallel_embedding(table, shard, self.sequence)
         if not isinstance(head, nn.Linear):
             return False
         shard = VocabularyShard.of(self.group, head.out_features)
@@ -450,7 +455,7 @@ def _embedding_and_head(model: nn.Module) -> tuple[object, object]:
 
 
 def _output_dim(layer: nn.Module) -> int:
-    return 1 if isinstance(layer, Conv1D) else 0
+    return 1 if isinstance(layer, Conv1D | nn.Embedding) else 0
 
 
 def _outputs(layer: nn.Module) -> int:

@@ -14,7 +14,7 @@ from mgpu_pipe.families.find import families_with, family_of, tensor_if_errors
 
 KEY_VALUE = ("k_proj", "v_proj")
 """Layers cut by key-value heads, of which there may be fewer than ranks."""
-SEVERAL_INPUTS = ("encoder_attn", "crossattention")
+SEVERAL_INPUTS = ("encoder_attn", "crossattention", "EncDecAttention")
 """Modules whose column-parallel layers take other inputs than the hidden states."""
 
 

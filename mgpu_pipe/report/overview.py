@@ -87,10 +87,13 @@ def _data(config: RunConfig, prepared: Prepared | None) -> str:
         share = f"{100 * data.validation_fraction:.3g}%"
         held_out = f"{share} of the documents held out" if data.validation_fraction else ""
     packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
+    tokens = f"{data.seq_len} tokens a sample, {packing}"
+    if data.target_tokens():
+        tokens = f"{data.seq_len} tokens a source, {data.target_tokens()} a target, padded"
     amounts = [f", {numbers.count(number)} {what}" for number, what in prepared.amounts()] if prepared else []
     if prepared:
         held_out = f"{prepared.train_samples:,} samples to train on, {prepared.validation_samples:,} held out"
-    parts = [f"{source}{where}{''.join(amounts)}", f"{data.seq_len} tokens a sample, {packing}", held_out]
+    parts = [f"{source}{where}{''.join(amounts)}", tokens, held_out]
     return "; ".join(part for part in parts if part)
 
 
@@ -118,7 +121,7 @@ def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int
 
 
 def _batch(config: RunConfig, plan: BatchPlan) -> str:
-    tokens = plan.global_batch_size * config.data.seq_len
+    tokens = plan.global_batch_size * (config.data.seq_len + config.data.target_tokens())
     return (
         f"{plan.global_batch_size} samples = {plan.data_parallel_size} x {plan.num_micro_batches} micro-batches x "
         f"{plan.micro_batch_size}; {tokens:,} tokens a step"
@@ -136,7 +139,8 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
         epochs = f", {numbers.figure(steps * a_step / prepared.train_samples, 3)} epochs"
     every = trainer.val_every_n_steps
     evaluated = "at the end" if every is None else f"every {every} steps"
-    return f"{steps:,} ({steps * a_step * config.data.seq_len:,} tokens{epochs}), evaluated {evaluated}"
+    tokens = steps * a_step * (config.data.seq_len + config.data.target_tokens())
+    return f"{steps:,} ({tokens:,} tokens{epochs}), evaluated {evaluated}"
 
 
 def _optimizer(config: RunConfig) -> str:

@@ -222,7 +222,7 @@ def _utilisation(
     model: PreTrainedModel, config: RunConfig, device: torch.device, precision: str, world_size: int
 ) -> Callable[[float], float] | None:
     """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known."""
-    if device.type != "cuda":
+    if device.type != "cuda" or model.config.is_encoder_decoder:  # there a token passes half of the model
         return None
     peak = known_gpu_peak(torch.cuda.get_device_name(device), "fp32" if precision == "fp32" else "bf16")
     if peak is None:

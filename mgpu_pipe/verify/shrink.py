@@ -91,6 +91,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
             tokenizer="auto",
             synthetic=SyntheticConfig(),
             seq_len=seq_len,
+            target_len="auto",
             micro_batch_size=micro,
             global_batch_size=micro * num_micro * dims.data_parallel_size,
         ),

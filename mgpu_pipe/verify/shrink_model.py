@@ -24,6 +24,7 @@ WIDTH, HEAD_DIM, FEED_FORWARD, VOCABULARY, LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 
 FEED_FORWARDS = (
     "intermediate_size",
     "ffn_dim",
+    "d_ff",
     "ffn_hidden_size",
     "n_inner",
     "moe_intermediate_size",
@@ -44,7 +45,7 @@ STATES: tuple[tuple[tuple[str, ...], int], ...] = (
 """Sizes of state space layers and linear attention, and what they become at most."""
 STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 """Heads of state space layers, which together are as wide as the expanded hidden states."""
-TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
 def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: int = 1) -> ModelConfig:
@@ -189,6 +190,8 @@ def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
     sparse_step = fields.get("decoder_sparse_step") or 1
     count = _multiple(stages, min(layers, max(LAYERS, kinds, sparse_step)))
     found: dict[str, Any] = {"num_hidden_layers": count}
+    if isinstance(fields.get("num_decoder_layers"), int):
+        found["num_decoder_layers"] = min(fields["num_decoder_layers"], LAYERS)
     for name, value in lists.items():
         # Every kind of layer stays, in the order of first appearance.
         order = list(dict.fromkeys(value))

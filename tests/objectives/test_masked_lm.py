@@ -106,7 +106,10 @@ def test_correct_predictions_are_those_of_whole_logits() -> None:
     hidden, weight, bias = torch.randn(3, 7, 8), torch.randn(20, 8), torch.randn(20)
     labels = F.linear(hidden, weight, bias).argmax(-1)
     labels[0, :3], labels[1] = IGNORE_INDEX, (labels[1] + 1) % 20
-    assert int(correct_predictions(hidden, weight, bias, labels, 4)) == 11
+    right = correct_predictions(hidden, weight, bias, labels, 4)
+    expected = torch.ones(3, 7, dtype=torch.bool)
+    expected[0, :3], expected[1] = False, False
+    assert torch.equal(right, expected)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import pytest
 from mgpu_pipe.config.compose import compose, conf_dir
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.prepare import prepare
 from tests.support.processes import run_processes
 
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
+
+OBJECTIVES = {"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"}
 
 
 def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -25,15 +27,15 @@ def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def test_the_tiny_models_are_the_promised_families() -> None:
-    assert TINY == ["bert_tiny", "gpt2_tiny", "llama_tiny", "mixtral_tiny", "qwen3_tiny"]
+    assert TINY == ["bert_tiny", "gpt2_tiny", "llama_tiny", "mixtral_tiny", "qwen3_tiny", "t5_tiny"]
 
 
 @pytest.mark.parametrize("model", TINY)
 def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Path) -> None:
     overrides = [
         f"model={model}",
-        f"objective={'masked_lm' if model == 'bert_tiny' else 'causal_lm'}",
-        "data=synthetic",
+        f"objective={OBJECTIVES.get(model, 'causal_lm')}",
+        f"data={'number_words' if model == 't5_tiny' else 'synthetic'}",
         "strategy=ddp",
         "trainer.devices=2",
         "trainer.max_steps=2",

@@ -62,6 +62,8 @@ class EncoderSpec:
     messages_column: str = "messages"
     special_tokens: dict[str, str] = field(default_factory=dict)
     stop_tokens: tuple[str, ...] = ()
+    pairs: bool = False
+    """The documents are pairs of source and target, whose targets alone count as labels."""
 
     def template(self) -> ChatTemplate | None:
         if self.chat_template is None:
@@ -91,10 +93,14 @@ class Encoder:
         eos = self._spec.eos_token_id
         pieces: list[list[int]] = []
         masks: list[NDArray[np.uint8]] = []
-        if self._template is None:
-            texts = [document.text for document in documents]
-            for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True):
-                pieces.append(encoding.ids)
+        if self._spec.pairs:
+            targets = self._encoded([document.target or "" for document in documents])
+            for source, target in zip(self._encoded([document.text for document in documents]), targets, strict=True):
+                source, target = _ended(source, eos), _ended(target, eos)
+                pieces.append([*source, *target])
+                masks.append((np.arange(len(pieces[-1])) >= len(source)).astype(np.uint8))
+        elif self._template is None:
+            pieces = self._encoded([document.text for document in documents])
         else:
             for document in documents:
                 text, spans = self._template.conversation(document.text, document.origin, self._spec.messages_column)
@@ -112,10 +118,17 @@ class Encoder:
         return EncodedBatch(
             tokens=np.fromiter(chain.from_iterable(pieces), self._spec.dtype, int(lengths.sum())),
             lengths=lengths,
-            hashes=np.array([document_hash(document.text) for document in documents], dtype=np.uint64),
+            hashes=np.array([document_hash(document.split_key) for document in documents], dtype=np.uint64),
             loss_mask=np.concatenate(masks) if masks else None,
             size=sum(document.size for document in documents),
         )
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
+
+
+def _ended(ids: list[int], eos: int) -> list[int]:
+    return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
 def _span_mask(offsets: list[tuple[int, int]], spans: list[Span]) -> NDArray[np.uint8]:

@@ -145,7 +145,7 @@ def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedData
     source = None if data.source == "synthetic" else open_source(config, cache, progress)
     held_source = open_source(held_config, cache, progress, "data.validation_paths") if held_config else None
     tokenizer = resolve_tokenizer(config, source, cache, progress)
-    folder = _tokenise(config, source, tokenizer, cache, progress)
+    folder = tokenise(config, source, tokenizer, cache, progress)
     train = _pack(config, folder, "train", 0.0 if held_config else data.validation_fraction, tokenizer, progress)
     if not train.samples or not train.valid_tokens:
         raise DataError(
@@ -154,7 +154,7 @@ def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedData
         )
     validation: SplitFiles | None = None
     if held_config is not None:
-        held_folder = _tokenise(held_config, held_source, tokenizer, cache, progress)
+        held_folder = tokenise(held_config, held_source, tokenizer, cache, progress)
         validation = _pack(config, held_folder, "validation", 1.0, tokenizer, progress)
     elif data.validation_fraction > 0:
         validation = _pack(config, folder, "validation", data.validation_fraction, tokenizer, progress)
@@ -198,7 +198,7 @@ def _summary(
     )
 
 
-def _tokenise(
+def tokenise(
     config: RunConfig, source: Source | None, tokenizer: TokenizerInfo, cache: Path, progress: Progress
 ) -> Path:
     """The folder of the source's tokens, made if it is not there."""

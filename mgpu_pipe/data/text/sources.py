@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,18 +25,33 @@ from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprin
 from mgpu_pipe.data.text.labelled_row import row_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl")
-BUILT_IN = ("stdlib_text", *FILE_SOURCES, "synthetic")
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
+READ_NO_PATHS = ("stdlib_text", "number_words", "synthetic")
+BUILT_IN = ("stdlib_text", *FILE_SOURCES, "number_words", "synthetic")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
 
 class Document(NamedTuple):
-    """One document: its text (of ``chat_jsonl``: the JSON line), where it stands, its share of the progress."""
+    """One document.
+
+    Attributes:
+        text: of ``chat_jsonl`` the JSON line, of pairs the source.
+        origin: where it stands.
+        size: its share of the progress.
+        target: of pairs.
+        key: what the held-out split goes by; None: the text.
+    """
 
     text: str
     origin: str
     size: int
+    target: str | None = None
+    key: str | None = None
+
+    @property
+    def split_key(self) -> str:
+        return self.text if self.key is None else self.key
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Source:
     size: int
     """Sum of the documents' ``size``; 0 where it is not known beforehand."""
     documents: Callable[[], Iterator[Document]]
-    kind: Literal["text", "chat"] = "text"
+    kind: Literal["text", "chat", "pairs"] = "text"
 
 
 def source_names() -> list[str]:
@@ -85,7 +100,7 @@ def validation_source_config(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: the source reads no paths.
     """
-    if config.data.source in ("stdlib_text", "synthetic"):
+    if config.data.source in READ_NO_PATHS:
         raise ConfigError(
             "data.validation_paths",
             config.data.validation_paths,
@@ -112,7 +127,7 @@ def check_sources(config: RunConfig) -> None:
             checks.append(lambda: _check_files(data, data.validation_paths, "data.validation_paths"))
     elif data.source == "stdlib_text":
         checks.append(files.stdlib_files)
-    elif data.source != "synthetic":
+    elif data.source not in READ_NO_PATHS:
         checks.append(lambda: _plug_in(data.source))
     if data.validation_paths:
         checks.append(lambda: validation_source_config(config))
@@ -192,13 +207,11 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
         row_of(data, line, origin)
         return
     row = files.json_row(line, origin)
-    key, column = (
-        ("data.messages_column", data.messages_column)
-        if data.source == "chat_jsonl"
-        else ("data.text_column", data.text_column)
-    )
-    if column not in row:
-        raise files.missing_column(origin, key, column, list(row))
+    names = {"chat_jsonl": ("messages_column",), "pairs_jsonl": ("source_column", "target_column")}
+    for name in names.get(data.source, ("text_column",)):
+        column = getattr(data, name)
+        if column not in row:
+            raise files.missing_column(origin, f"data.{name}", column, list(row))
 
 
 def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths") -> Source:
@@ -213,18 +226,27 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
         return _file_source(data, files.stdlib_files(), cache, progress)
     if data.source in FILE_SOURCES:
         return _file_source(data, files.expand_paths(data.paths, key), cache, progress)
+    if data.source == "number_words":
+        return _number_source(data)
     return _plug_in_source(config, _plug_in(data.source))
 
 
 def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
     known = fingerprints(paths, cache, progress)
-    column = {"jsonl": data.text_column, "parquet": data.text_column, "chat_jsonl": data.messages_column}
+    column: dict[str, Any] = {
+        "jsonl": data.text_column,
+        "parquet": data.text_column,
+        "chat_jsonl": data.messages_column,
+        "pairs_jsonl": [data.source_column, data.target_column],
+    }
+    kinds: dict[str, Literal["chat", "pairs"]] = {"chat_jsonl": "chat", "pairs_jsonl": "pairs"}
     readers: dict[str, Callable[[Path], Iterator[Document]]] = {
         "jsonl": lambda path: _jsonl(path, data.text_column, known[path]),
         "parquet": lambda path: (
             Document(*row) for row in files.parquet_rows(path, data.text_column, expected=known[path])
         ),
         "chat_jsonl": lambda path: (Document(*row) for row in files.read_lines(path, known[path])),
+        "pairs_jsonl": lambda path: _pairs_jsonl(path, data, known[path]),
     }
     read = readers.get(data.source, lambda path: _whole_file(path, known[path]))
     # A text file is a document whatever the source is called.
@@ -243,7 +265,7 @@ def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Pro
         identity=digest_of("files", form, column.get(data.source), [known[path].digest for path in paths]),
         size=sum(known[path].size for path in paths),
         documents=documents,
-        kind="chat" if data.source == "chat_jsonl" else "text",
+        kind=kinds.get(data.source, "text"),
     )
 
 
@@ -254,14 +276,39 @@ def _whole_file(path: Path, expected: Fingerprint) -> Iterator[Document]:
 
 def _jsonl(path: Path, column: str, expected: Fingerprint) -> Iterator[Document]:
     for line, origin, size in files.read_lines(path, expected):
+        yield Document(_text_of(files.json_row(line, origin), "data.text_column", column, origin), origin, size)
+
+
+def _pairs_jsonl(path: Path, data: DataConfig, expected: Fingerprint) -> Iterator[Document]:
+    for line, origin, size in files.read_lines(path, expected):
         row = files.json_row(line, origin)
-        if column not in row:
-            raise files.missing_column(origin, "data.text_column", column, list(row))
-        text = row[column]
-        if not isinstance(text, str):
-            raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string; {files.FIX}")
-        files.check_unicode(text, origin)
-        yield Document(text, origin, size)
+        source = _text_of(row, "data.source_column", data.source_column, origin)
+        target = _text_of(row, "data.target_column", data.target_column, origin)
+        for column, text in ((data.source_column, source), (data.target_column, target)):
+            if not text:
+                raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
+        yield Document(source, origin, size, target)
+
+
+def _text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:
+    if column not in row:
+        raise files.missing_column(origin, key, column, list(row))
+    text = row[column]
+    if not isinstance(text, str):
+        raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string; {files.FIX}")
+    files.check_unicode(text, origin)
+    return text
+
+
+def _number_source(data: DataConfig) -> Source:
+    from mgpu_pipe.data.text.numbers import number_pairs
+
+    def documents() -> Iterator[Document]:
+        for digits, source, target in number_pairs(data.numbers):
+            yield Document(source, f"data.source={data.source}: {digits}", 1, target, digits)
+
+    identity = digest_of("number_words", asdict(data.numbers))
+    return Source("number_words", identity, 2 * data.numbers.count, documents, "pairs")
 
 
 def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]]) -> Source:

@@ -123,6 +123,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         messages_column=config.data.messages_column,
         special_tokens=special_tokens(info.folder),
         stop_tokens=stop_tokens(info.folder),
+        pairs=source.kind == "pairs",
     )
 
 
@@ -249,7 +250,9 @@ def _trained(config: RunConfig, source: Source, template: str | None, cache: Pat
 
     def pairs(again: bool) -> Iterator[tuple[str, str]]:
         if compiled is None:
-            yield from ((document.text, document.text) for document in source.documents())
+            for document in source.documents():
+                both = document.text if document.target is None else f"{document.text}\n{document.target}"
+                yield document.split_key, both
             return
         for document in source.documents():
             # The tokenizers library asks again in a thread of its own, where no limit holds: the same as before.

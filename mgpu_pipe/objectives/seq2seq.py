@@ -1,0 +1,113 @@
+"""Sequence-to-sequence learning: an encoder reads the source, a decoder learns to write the target behind it.
+
+The exact match of greedy answers costs no generation: the greedy answer is the target if and only if each of the
+target's tokens, its end included, is the likeliest one behind those before it, which the evaluation's own forward pass
+tells. (If they all are, greedy decoding takes them one after another; if not, it leaves the target at the first.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.seq2seq_keys import DESCRIPTION, Seq2SeqConfig
+from mgpu_pipe.parallel.randomness import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Seq2SeqObjective(Objective):
+    """Cross-entropy of the targets under a Hugging Face encoder-decoder model.
+
+    Args:
+        chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+    """
+
+    description = DESCRIPTION
+    num_sums = 4
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._loss = TokenLoss(model, chunk_tokens)
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        return cls(model, optimizer_factory, learning_rate, cast(Seq2SeqConfig, config.objective).loss_chunk_tokens)
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """int64 tensors: ``input_ids`` and ``attention_mask`` (1 where there is a token), shape ``(rows, seq_len)``;
+        ``labels``, shape ``(rows, target_len)``, which end with the end-of-sequence token.
+        """
+        return BatchSpec(
+            {"input_ids": Field(), "attention_mask": Field(), "labels": Field(padding=IGNORE_INDEX, target=True)}
+        )
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The decoder begins with its start token, and sees the labels before the one that it is to predict."""
+        labels, mask = batch["labels"], batch["attention_mask"].clone()
+        mask[:, 0] = 1  # also in a row that counts nothing, whose attention would be over no token
+        before = labels.new_full(labels.shape, int(self.model.config.decoder_start_token_id))  # type: ignore[union-attr, arg-type]
+        before[:, 1:] = labels[:, :-1].clamp_min(0)
+        return {
+            "input_ids": batch["input_ids"],
+            "attention_mask": mask,
+            "decoder_input_ids": before,
+            "use_cache": False,
+        }
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss.sum(self.model_inputs(batch), batch["labels"])
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["labels"]
+        loss, right = self._loss.predictions(self.model_inputs(batch), labels)
+        counts = labels != IGNORE_INDEX
+        answers = counts.any(1)
+        sums = (loss, right.sum(), ((right | ~counts).all(1) & answers).sum(), answers.sum())
+        return torch.stack([value.double() for value in sums])
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """Pairs of uneven lengths; targets are shorter than sources. In every third step the last has no target."""
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        room = max(2, seq_len * 2 // 3)
+        vocabulary = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        ids = torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
+        labels = torch.randint(0, vocabulary, (samples, room), generator=generator)
+        lengths = torch.randint(1, seq_len + 1, (samples, 1), generator=generator)
+        targets = torch.randint(1, room + 1, (samples, 1), generator=generator)
+        if step % 3 == 2 and samples > 2:
+            targets[-1] = 0
+        mask = torch.arange(seq_len) < lengths
+        return {
+            "input_ids": ids.masked_fill(~mask, 0),
+            "attention_mask": mask.long(),
+            "labels": labels.masked_fill(torch.arange(room) >= targets, IGNORE_INDEX),
+        }
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One pair at a time, without padding; the model itself makes the decoder's inputs from the labels."""
+        losses = []
+        for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+            source, target = ids[mask == 1], labels[labels != IGNORE_INDEX]
+            if len(target):
+                logits = forward(input_ids=source[None], labels=target[None]).logits[0].float()
+                losses.append(F.cross_entropy(logits, target, reduction="sum"))
+        return Reference(torch.stack(losses).sum())
+
+
+OBJECTIVE = Seq2SeqObjective

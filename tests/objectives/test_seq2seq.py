@@ -1,0 +1,283 @@
+"""Sequence-to-sequence learning. Oracle: transformers' own T5, one pair at a time without padding, in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.models.build import materialise, run_model
+from mgpu_pipe.objectives.registry import objective_class
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+T5 = ("objective=seq2seq", "data=number_words", "model=t5_tiny", "logger=none", "trainer.progress=off")
+TARGET = "decoder.block.1.layer.1.EncDecAttention.k"
+
+
+def small_data(cache: Path, *overrides: str) -> RunConfig:
+    shape = ("data.numbers.count=40", "data.seq_len=24", "data.global_batch_size=8", "data.validation_fraction=0.5")
+    steps = ("trainer.max_steps=4", "model.config.vocab_size=384")
+    return compose([*T5, *shape, *steps, f"data.cache_dir={cache}", *overrides])[0]
+
+
+def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
+    def wrong_gradient(strategy: EngineStrategy) -> None:
+        module = strategy.objective.model.get_submodule(TARGET)
+
+        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
+            handle.remove()
+            module.weight.register_hook(lambda gradient: gradient * 1.001)
+
+        handle = module.register_forward_pre_hook(on_first_forward)
+
+    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
+        (2, ("strategy=ddp",)),
+        (2, ("strategy=fsdp", "data.micro_batch_size=2")),
+        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=tp", "model.config.feed_forward_proj=relu"), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    ],
+)
+def test_every_strategy_is_one_pair_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*T5, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def test_a_planted_error_is_found() -> None:
+    config = small_run(*T5, "trainer.devices=2", "strategy=fsdp")
+    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
+    assert found["gradient"].where == f"{TARGET}.weight"
+
+
+@pytest.mark.parametrize("chunk", ["auto", "0"])
+def test_exact_match_is_that_of_greedy_answers(tmp_path: Path, chunk: str) -> None:
+    config = small_data(tmp_path, f"objective.loss_chunk_tokens={chunk}")
+    model = materialise(run_model(config), 3, "cpu").eval()
+    model.generation_config.eos_token_id = None
+    objective = objective_class("seq2seq").from_config(config, model, None, lambda step: 1.0)
+    samples = prepare(config).open(config, "train")
+    everything = np.arange(len(samples))
+    batch = samples.batch(everything, everything)
+    rows, room = batch["labels"].shape
+    for row in range(rows):  # every other target becomes what the model itself answers, some with a wrong last token
+        source = batch["input_ids"][row][batch["attention_mask"][row] == 1][None]
+        length = int((batch["labels"][row] != IGNORE_INDEX).sum())
+        answer = model.generate(source, max_new_tokens=length, do_sample=False)[0, 1:]
+        if row % 2:
+            batch["labels"][row, :length] = answer
+        if row % 6 == 5:
+            batch["labels"][row, length - 1] = (answer[-1] + 1) % 384
+    wrong = sum(row % 2 == 0 or row % 6 == 5 for row in range(rows))
+    metrics = objective.description.measured(
+        [*objective.evaluation_sums(batch).tolist(), objective.batch_spec.valid_targets(batch)]
+    )
+    assert metrics["val/exact_match"] == (rows - wrong) / rows
+    assert 0 < metrics["val/accuracy"] < 1
+    empty = objective.batch_spec.empty(room, torch.device("cpu"))
+    assert objective.evaluation_sums(empty).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("strategy=pp", "trainer.devices=2"), "strategy.pp=2: t5 cannot be cut into stages"),
+        (("strategy=cp", "trainer.devices=2"), "strategy.cp=2: attention of the t5 family cannot run over several"),
+        (("strategy=ep", "trainer.devices=2"), "strategy.ep=2"),
+        (("strategy=tp", "trainer.devices=2", "strategy.sequence_parallel=true"), "the t5 family has no plan for it"),
+        (("strategy=tp", "trainer.devices=3"), "strategy.tp=3: it does not divide the 8 attention heads"),
+        (
+            ("model=llama_tiny",),
+            "model.type=llama: transformers has no sequence-to-sequence model llama; use a sequence-to-sequence model",
+        ),
+        (
+            ("objective=causal_lm", "data=stdlib_text"),
+            "no causal language model t5; use a causal language model, or objective=seq2seq",
+        ),
+        (("objective=masked_lm", "data=stdlib_text"), "transformers has no masked language model t5"),
+        (
+            ("data=stdlib_text",),
+            "data.source=stdlib_text: objective.name=seq2seq trains on pairs; use data=pairs_jsonl or",
+        ),
+        (
+            ("objective=causal_lm", "model=llama_tiny"),
+            "data.source=number_words: objective.name=causal_lm trains on packed text",
+        ),
+        (("model.config.pad_token_id=null",), "model.config.pad_token_id=null: give the token that the decoder begins"),
+        (("data.numbers.digits=10",), "data.numbers.digits=10: use a number of at most 9"),
+        (("data.target_len=0",), "data.target_len=0: use a number of at least 1"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(compose([*T5, *overrides])[0])
+    assert told in str(refused.value)
+
+
+def pairs_file(folder: Path, *rows: object) -> str:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return f"data.paths=[{path}]"
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"source": "one"}, "has no column 'target'; set data.target_column to one that is there: source"),
+        ({"source": "one", "target": ""}, "pairs.jsonl:2: column 'target' is empty"),
+        ({"source": "one", "target": 1}, "pairs.jsonl:2: column 'target' holds int, not a string"),
+        ({"source": "one" * 90, "target": "1"}, "data.seq_len=24: 1 of 2 sources are longer, the longest (of pair 2)"),
+        ({"source": "one", "target": "1 2" * 90}, "data.target_len=24: 1 of 2 targets are longer"),
+    ],
+)
+def test_pairs_that_cannot_be_learned_are_refused(tmp_path: Path, row: object, told: str) -> None:
+    files = pairs_file(tmp_path, {"source": "two", "target": "2"}, row)
+    config = small_data(tmp_path, "data=pairs_jsonl", files, "model.config.vocab_size=257")
+    with pytest.raises(BadInputError) as refused:
+        preflight(config)
+        prepare(config)
+    assert told in str(refused.value)
+
+
+def test_a_pair_without_the_column_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    files = pairs_file(tmp_path, {"en": "two", "de": "zwei"})
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(small_data(tmp_path, "data=pairs_jsonl", files))
+    assert "has no column 'source'; set data.source_column to one that is there: en, de" in str(refused.value)
+
+
+def test_a_sample_is_its_pair_padded(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    rows = [{"en": f"the number {number}", "de": f"Zahl {number}"} for number in range(40)]
+    columns = ("data.source_column=en", "data.target_column=de", "data.target_len=16")
+    config = small_data(tmp_path, "data=pairs_jsonl", pairs_file(tmp_path, *rows, rows[3]), *columns)
+    prepared = prepare(config)
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
+    assert len(tokenizer.encode("Zahl").ids) == len(tokenizer.encode("the").ids) == 1, "it learned from both sides"
+    seen = []
+    for split in ("train", "validation"):
+        samples = prepared.open(config, split)
+        everything = np.arange(len(samples))
+        batch = samples.batch(everything, everything)
+        assert {name: value.shape[1] for name, value in batch.items()} == {
+            "input_ids": 24,
+            "attention_mask": 24,
+            "labels": 16,
+        }
+        assert samples.valid_units(everything, everything) == int((batch["labels"] != IGNORE_INDEX).sum())
+        filled = int(batch["attention_mask"].sum()) + int((batch["labels"] != IGNORE_INDEX).sum())
+        assert samples.positions(everything) - samples.padding(everything) == filled
+        for ids, mask, labels in zip(*batch.values(), strict=True):
+            source, target = ids[mask == 1].tolist(), labels[labels != IGNORE_INDEX].tolist()
+            assert source[-1] == target[-1] == 0 and bool((labels[len(target) :] == IGNORE_INDEX).all())
+            seen.append((split, tokenizer.decode(source[:-1]), tokenizer.decode(target[:-1])))
+    expected = sorted((row["en"], row["de"]) for row in [*rows, rows[3]])
+    assert sorted(pair[1:] for pair in seen) == expected
+    assert len({split for split, source, _ in seen if source == "the number 3"}) == 1, "copies stay on one side"
+
+
+def trained(folder: str, overrides: list[str], cache: str, resume: str | None) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = small_data(Path(cache), *overrides)
+    step = None if resume is None else Path(resume)
+    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
+
+
+def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
+    folder.mkdir()
+    given = [*overrides, f"trainer.devices={processes}"]
+    config = small_data(cache, *given)
+    freeze(config, RunPaths(folder).config)
+    prepare(config)
+    step = None if resume is None else str(resume)
+    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(cache), step)[0]
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_answers_and_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.generation import load_tokenizer
+    from mgpu_pipe.inference.load import load_run
+
+    cache = tmp_path / "cache"
+    whole = run(tmp_path / "whole", cache, 1, "strategy=single")
+    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    run(tmp_path / "first", cache, 2, "strategy=fsdp", *half)
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", cache, 2, "strategy=tp", resume=saved)
+    assert metrics["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
+    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
+    assert metrics["val/exact_match"] == whole["val/exact_match"]
+    folder = tmp_path / "second"
+    assert main(["eval", str(folder), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"loss         {metrics['val/loss']:.6f} nats a token" in printed
+    assert f"exact_match  {100 * metrics['val/exact_match']:.2f}%" in printed
+    loaded = load_run(folder)
+    tokenizer = load_tokenizer(loaded.tokenizer_folder)
+    source = torch.tensor([[*tokenizer("42")["input_ids"], tokenizer.eos_token_id]])
+    answer = loaded.model.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=0, pad_token_id=0)[0]
+    assert main(["generate", str(folder), "--prompt", "42", "--max-new-tokens", "6", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(answer, skip_special_tokens=True) + "\n"
+    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "AutoModelForSeq2SeqLM" in capsys.readouterr().out
+    exported, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        same = [model.eval()(input_ids=source, labels=source).logits for model in (loaded.model, exported)]
+    assert torch.equal(*same)
+    assert torch.equal(exported.generate(source, max_new_tokens=6, do_sample=False)[0], answer)
+
+
+def answered(overrides: list[str], cache: str, folder: str) -> list[str]:
+    from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.training.run import train
+
+    config = small_data(Path(cache), *overrides)
+    prepared = prepare(config)
+    result = train(config, RunPaths(Path(folder)), prepared)
+    return generate_text(result.model, prepared.tokenizer_folder, ["42", "seven"], max_new_tokens=6, together=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "tp", "zero3"])
+def test_a_sharded_model_answers_as_a_whole_one(tmp_path: Path, strategy: str) -> None:
+    cache, found = tmp_path / "cache", {}
+    for name, processes in (("single", 1), (strategy, 2)):
+        overrides = [f"strategy={name}", f"trainer.devices={processes}", "optimizer.lr=0.01"]
+        (tmp_path / name).mkdir()
+        freeze(small_data(cache, *overrides), RunPaths(tmp_path / name).config)
+        found[name] = run_processes(processes, answered, overrides, str(cache), str(tmp_path / name))
+    assert all(texts == found["single"][0] for texts in found[strategy]) and any(found["single"][0])
