@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.text.sources import Document
+from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.split import document_hash
+from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.text.chat import ChatTemplate, Span
@@ -55,8 +56,7 @@ class EncoderSpec:
 
     tokenizer_file: str
     eos_token_id: int
-    dtype: np.dtype[np.unsignedinteger]
-    """Of a stored token."""
+    vocab_size: int
     chat_template: str | None = None
     """Makes the documents conversations: JSON lines with a column of messages."""
     messages_column: str = "messages"
@@ -64,6 +64,11 @@ class EncoderSpec:
     stop_tokens: tuple[str, ...] = ()
     pairs: bool = False
     """The documents are pairs of source and target, whose targets alone count as labels."""
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """Of a stored token."""
+        return token_dtype(self.vocab_size)
 
     def template(self) -> ChatTemplate | None:
         if self.chat_template is None:
@@ -93,7 +98,12 @@ class Encoder:
         eos = self._spec.eos_token_id
         pieces: list[list[int]] = []
         masks: list[NDArray[np.uint8]] = []
-        if self._spec.pairs:
+        if documents[0].tokens is not None:
+            for document in documents:
+                pieces.append(self._given(document))
+                if document.loss_mask is not None:
+                    masks.append(document.loss_mask)
+        elif self._spec.pairs:
             targets = self._encoded([document.target or "" for document in documents])
             for source, target in zip(self._encoded([document.text for document in documents]), targets, strict=True):
                 source, target = _ended(source, eos), _ended(target, eos)
@@ -110,7 +120,7 @@ class Encoder:
         for index, ids in enumerate(pieces):
             if not ids or ids[-1] != eos:
                 pieces[index] = [*ids, eos]
-                if self._template is not None:
+                if masks:
                     # Where the assistant spoke last, the end of the text is the end of what it says.
                     ends = bool(len(masks[index])) and bool(masks[index][-1])
                     masks[index] = np.append(masks[index], np.uint8(ends))
@@ -122,6 +132,17 @@ class Encoder:
             loss_mask=np.concatenate(masks) if masks else None,
             size=sum(document.size for document in documents),
         )
+
+    def _given(self, document: Document) -> list[int]:
+        """Raises:
+        DataError: a token id that the tokenizer does not have.
+        """
+        tokens, size = document.tokens, self._spec.vocab_size
+        assert tokens is not None
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
+            wrong = next(int(token) for token in tokens if not 0 <= token < size)
+            raise DataError(f"{document.origin} holds the token id {wrong}; data.tokenizer has ids 0 to {size - 1}")
+        return tokens.tolist()
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
@@ -146,11 +167,11 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
     for document in documents:
-        if batch and (characters + len(document.text) > _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS):
+        if batch and (characters + document.length > _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS):
             yield batch
             batch, characters = [], 0
         batch.append(document)
-        characters += len(document.text)
+        characters += document.length
     if batch:
         yield batch
 
@@ -171,7 +192,7 @@ def encode_all(spec: EncoderSpec, documents: Iterable[Document], workers: int) -
     if workers > 1:
         for batch in waiting:
             head.append(batch)
-            characters += sum(len(document.text) for document in batch)
+            characters += sum(document.length for document in batch)
             if characters >= _POOL_FROM_CHARACTERS:
                 break
     if characters >= _POOL_FROM_CHARACTERS:

@@ -25,9 +25,10 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
+from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.encode import EncodedBatch, library_threads, token_dtype
 from mgpu_pipe.data.text.labelled_row import Row, row_of
-from mgpu_pipe.data.text.sources import Document, Source, validation_source_config
+from mgpu_pipe.data.text.sources import validation_source_config
 from mgpu_pipe.data.text.split import document_hash, held_out
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer

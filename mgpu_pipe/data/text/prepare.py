@@ -26,8 +26,9 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.text import packing, unigram
+from mgpu_pipe.data.text.documents import Source
 from mgpu_pipe.data.text.encode import encode_all, token_dtype
-from mgpu_pipe.data.text.sources import Source, open_source, validation_source_config
+from mgpu_pipe.data.text.sources import open_source, validation_source_config
 from mgpu_pipe.data.text.split import held_out
 from mgpu_pipe.data.text.synthetic import synthetic_batches
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
@@ -208,7 +209,7 @@ def tokenise(
     identity = {"source": source.identity, "tokenizer": tokenizer.digest, "format": _FORMAT}
     folder = cache / "tokens" / digest_of(identity)
     asked = config.data.tokenize_workers
-    workers = cpu_cores() if asked == "auto" else asked
+    workers = 1 if source.kind == "tokens" else cpu_cores() if asked == "auto" else asked
     build_once(
         folder,
         lambda out: write_tokens(

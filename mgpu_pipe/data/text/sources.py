@@ -1,28 +1,26 @@
 """Where documents come from: local files, the running Python's library, and plug-ins.
 
-A source yields one :class:`Document` after another, always in the same order, and has an identity: a hash of all
-content it will yield. Packages add sources through the entry point group ``mgpu_pipe.data``: a callable that takes the
-:class:`RunConfig` and returns an iterable of ``str`` documents. If the callable has an attribute ``fingerprint``
-(RunConfig to str), that is the identity; otherwise every document is read once more to hash it. With
-``data.validation_paths`` the callable gets those as ``data.paths`` for the held-out documents.
-``synthetic`` makes tokens, not text: :mod:`mgpu_pipe.data.text.synthetic`.
+A source yields one document after another, always in the same order, and has an identity: a hash of all
+content it will yield. Installed packages add sources: :mod:`mgpu_pipe.data.text.plug_in`. ``synthetic`` makes tokens,
+not text: :mod:`mgpu_pipe.data.text.synthetic`.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
+from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.labelled_row import row_of
+from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
@@ -32,47 +30,12 @@ BUILT_IN = ("stdlib_text", *FILE_SOURCES, "number_words", "synthetic")
 _CHECKED_BYTES = 32 << 20
 
 
-class Document(NamedTuple):
-    """One document.
-
-    Attributes:
-        text: of ``chat_jsonl`` the JSON line, of pairs the source.
-        origin: where it stands.
-        size: its share of the progress.
-        target: of pairs.
-        key: what the held-out split goes by; None: the text.
-    """
-
-    text: str
-    origin: str
-    size: int
-    target: str | None = None
-    key: str | None = None
-
-    @property
-    def split_key(self) -> str:
-        return self.text if self.key is None else self.key
-
-
-@dataclass(frozen=True)
-class Source:
-    """A repeatable stream of documents."""
-
-    name: str
-    identity: str
-    """Hash of the content of all documents and of their order."""
-    size: int
-    """Sum of the documents' ``size``; 0 where it is not known beforehand."""
-    documents: Callable[[], Iterator[Document]]
-    kind: Literal["text", "chat", "pairs"] = "text"
-
-
 def source_names() -> list[str]:
     """Every name that ``data.source`` takes, plug-ins last."""
     return [*BUILT_IN, *sorted(set(registered(DATA_GROUP)) - set(BUILT_IN))]
 
 
-def _plug_in(name: str) -> Callable[[RunConfig], Iterable[str]]:
+def _plug_in(name: str) -> Load:
     """The function that a package registers under ``name``; the package is imported.
 
     Raises:
@@ -82,7 +45,7 @@ def _plug_in(name: str) -> Callable[[RunConfig], Iterable[str]]:
         raise _unknown(name)
     found = load("data.source", name, DATA_GROUP)
     if not callable(found):
-        fix = "register a function that takes the configuration and yields texts"
+        fix = "register a function that takes the configuration and yields documents"
         raise ConfigError("data.source", name, fix, f"the entry point names a {type(found).__name__}")
     return found
 
@@ -228,7 +191,7 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
         return _file_source(data, files.expand_paths(data.paths, key), cache, progress)
     if data.source == "number_words":
         return _number_source(data)
-    return _plug_in_source(config, _plug_in(data.source))
+    return plug_in_source(config, _plug_in(data.source))
 
 
 def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
@@ -309,41 +272,3 @@ def _number_source(data: DataConfig) -> Source:
 
     identity = digest_of("number_words", asdict(data.numbers))
     return Source("number_words", identity, 2 * data.numbers.count, documents, "pairs")
-
-
-def _plug_in_source(config: RunConfig, load: Callable[[RunConfig], Iterable[str]]) -> Source:
-    name = config.data.source
-
-    def documents() -> Iterator[Document]:
-        for number, text in enumerate(load(config)):
-            if not isinstance(text, str):
-                raise DataError(f"data.source={name}: document {number} is {type(text).__name__}, not str")
-            origin = f"data.source={name}: document {number}"
-            files.check_unicode(text, origin)
-            yield Document(text, origin, 1)
-
-    fingerprint = getattr(load, "fingerprint", None)
-    if fingerprint is not None:
-        return Source(name, digest_of("plug-in", name, str(fingerprint(config))), 0, documents)
-    first, count = hashlib.sha256(), 0
-    for document in documents():
-        _add(first, document)
-        count += 1
-
-    def the_same_documents() -> Iterator[Document]:
-        again = hashlib.sha256()
-        for document in documents():
-            _add(again, document)
-            yield document
-        if again.digest() != first.digest():
-            raise DataError(
-                f"data.source={name}: gave other documents than the first time; have it give the same "
-                f"ones, or give it a fingerprint"
-            )
-
-    return Source(name, digest_of("plug-in", name, first.hexdigest()), count, the_same_documents)
-
-
-def _add(digest: Any, document: Document) -> None:
-    raw = document.text.encode()
-    digest.update(len(raw).to_bytes(8, "little") + raw)

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 _KEY = b"mgpu_pipe held-out split 1"
 
 
-def document_hash(text: str) -> int:
+def document_hash(content: str | bytes) -> int:
     """The 64-bit number that decides on which side of the split a document stands."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, key=_KEY).digest(), "little")
+    raw = content.encode() if isinstance(content, str) else content
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8, key=_KEY).digest(), "little")
 
 
 def held_out(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:

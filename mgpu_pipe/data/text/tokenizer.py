@@ -16,8 +16,8 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
 from mgpu_pipe.data.text import tokenizer_train
-from mgpu_pipe.data.text.encode import EncoderSpec, token_dtype
-from mgpu_pipe.data.text.sources import Source
+from mgpu_pipe.data.text.documents import Source
+from mgpu_pipe.data.text.encode import EncoderSpec
 from mgpu_pipe.data.text.tokenizer_folder import (
     CONFIG,
     FILES,
@@ -118,7 +118,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
     return EncoderSpec(
         tokenizer_file=str(info.folder / TOKENIZER),
         eos_token_id=info.eos_token_id,
-        dtype=token_dtype(info.vocab_size),
+        vocab_size=info.vocab_size,
         chat_template=template,
         messages_column=config.data.messages_column,
         special_tokens=special_tokens(info.folder),
@@ -243,12 +243,15 @@ def _imported(config: RunConfig, file: Path, template: str | None, cache: Path) 
 
 def _trained(config: RunConfig, source: Source, template: str | None, cache: Path, progress: Progress) -> TokenizerInfo:
     size = _trained_vocab_size(config)
+    if source.kind == "tokens":
+        fix = "give the folder of the tokenizer that the ids come from"
+        raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
     if source.kind == "chat" and template is None:
         raise _no_template(config)
     fraction = 0.0 if config.data.validation_paths else config.data.validation_fraction
     compiled = _compiled(config, template) if template is not None and source.kind == "chat" else None
 
-    def pairs(again: bool) -> Iterator[tuple[str, str]]:
+    def pairs(again: bool) -> Iterator[tuple[str | bytes, str]]:
         if compiled is None:
             for document in source.documents():
                 both = document.text if document.target is None else f"{document.text}\n{document.target}"

@@ -89,7 +89,10 @@ def check_bpe_size(vocab_size: int) -> None:
 
 
 def training_texts(
-    documents: Iterable[tuple[str, str]], again: Iterable[tuple[str, str]], fraction: float, progress: Progress
+    documents: Iterable[tuple[str | bytes, str]],
+    again: Iterable[tuple[str | bytes, str]],
+    fraction: float,
+    progress: Progress,
 ) -> Iterator[str]:
     """The texts of the documents that are not held out, at most about 256 Mi characters of them.
 

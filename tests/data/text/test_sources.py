@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -16,6 +18,7 @@ from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.text.prepare import prepare
 from mgpu_pipe.data.text.sources import check_sources, open_source, source_names
+from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from tests.data.support import config, text_files, write_jsonl
 
@@ -198,13 +201,19 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info = site / "poems-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: poems\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[mgpu_pipe.data]\npoems = poems_source:load\nwrong = poems_source:wrong\n")
+    (info / "entry_points.txt").write_text(
+        "[mgpu_pipe.data]\npoems = poems_source:load\nwrong = poems_source:wrong\nnumbers = poems_source:numbers\n"
+    )
     (site / "poems_source.py").write_text(
         "def load(config):\n"
         "    names = config.data.paths or ['rose']\n"
         "    return (f'{name} number {i}, ' * 5 for name in names for i in range(12))\n"
         "def wrong(config):\n"
         "    return [b'bytes']\n"
+        "def numbers(config):\n"
+        "    import numpy\n"
+        "    return (numbers.change(i, numpy.arange(1, 9 + i)) for i in range(40))\n"
+        "numbers.change = lambda i, tokens: tokens\n"
     )
     monkeypatch.syspath_prepend(str(site))
     return site
@@ -219,5 +228,52 @@ def test_a_plug_in_brings_documents(plug_in: Path, tmp_path: Path) -> None:
     assert prepared.validation is not None
     assert prepared.validation.documents == 12
     assert prepare(run) == prepared
-    with pytest.raises(DataError, match=r"data\.source=wrong: document 0 is bytes, not str"):
+    with pytest.raises(DataError, match=r"data\.source=wrong: document 0 is bytes, not str, nor"):
         prepare(config(tmp_path, source="wrong"))
+
+
+def test_a_plug_in_brings_token_ids(plug_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import poems_source  # type: ignore[import-not-found]
+
+    folder = prepare(config(tmp_path, source="poems")).tokenizer_folder
+    run = config(tmp_path, source="numbers", tokenizer=str(folder), validation_fraction=0.0)
+    prepared = prepare(run)
+    store = TokenStore.open(prepared.folder)
+    end = prepared.eos_token_id
+    expected = [np.append(np.arange(1, 9 + number), end) for number in range(40)]
+    assert np.array_equal(store.tokens, np.concatenate(expected))
+    assert prepared.num_tokens == prepared.train_tokens + 40
+
+    # The second half of each document is learned, and so is its end.
+    monkeypatch.setattr(
+        poems_source.numbers, "change", lambda _, tokens: (tokens, (np.arange(len(tokens)) >= 4).astype(int))
+    )
+    masked = prepare(run)
+    assert masked.folder != prepared.folder
+    assert masked.num_tokens == prepared.num_tokens
+    assert masked.train_tokens == prepared.num_tokens - 40 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda number, tokens: tokens + 10_000 * (number == 3), "document 3 holds the token id 10001; data.tokenizer"),
+        (lambda number, tokens: tokens - 2 * (number == 3), "document 3 holds the token id -1; data.tokenizer has ids"),
+        (lambda number, tokens: tokens / 2, "document 0 is ndarray, not str, nor a NumPy array of token ids"),
+        (lambda number, tokens: "text" if number == 5 else tokens, "document 5 is str, the first one token ids;"),
+        (lambda number, tokens: (tokens, tokens[1:]), "document 0: its loss mask must hold one 0 or 1 for each of"),
+        (lambda number, tokens: (tokens, tokens), "document 0: its loss mask must hold one 0 or 1 for each of"),
+    ],
+)
+def test_token_ids_that_cannot_be(
+    change: object, line: str, plug_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import poems_source
+
+    folder = prepare(config(tmp_path, source="poems")).tokenizer_folder
+    monkeypatch.setattr(poems_source.numbers, "change", change)
+    with pytest.raises(DataError, match=re.escape(f"data.source=numbers: {line}")):
+        prepare(config(tmp_path, source="numbers", tokenizer=str(folder)))
+    monkeypatch.setattr(poems_source.numbers, "change", lambda number, tokens: tokens)
+    with pytest.raises(ConfigError, match="give the folder of the tokenizer that the ids come from"):
+        prepare(config(tmp_path, source="numbers"))
