@@ -58,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     try:
         working_directory()
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a reader that has left is expected, and not at the interpreter's end
+        return code
     except MgpuError as error:
         print_error(error)
         return error.exit_code

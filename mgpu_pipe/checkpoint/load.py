@@ -16,6 +16,7 @@ import torch
 from mgpu_pipe.checkpoint.host import DTYPES, SLICE_BYTES, blocks, byte_view, select
 from mgpu_pipe.checkpoint.integrity import Verify, check_sizes, read_small_file, read_state
 from mgpu_pipe.checkpoint.layout import CONFIG
+from mgpu_pipe.checkpoint.left_out import LeftOut
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor, read_manifest
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES, Entry, TensorFile
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
@@ -55,6 +56,8 @@ class CheckpointReader:
         if verify != "off":
             check_sizes(folder, self.manifest)
         self.state: dict[str, Any] = read_state(folder, self.manifest, verify)
+        self.left_out = LeftOut.from_state(self.state, folder)
+        """Frozen weights that lie elsewhere. Whoever opens the step fills them, once :meth:`LeftOut.require` is met."""
         self.bytes_read = 0
         """Bytes of tensor files read so far, headers and whole checked chunks included."""
 
@@ -100,6 +103,8 @@ class CheckpointReader:
     def read(self, shards: Sequence[LocalShard], kind: str) -> None:
         """Fill the local shards' tensors in place; no collective call, every rank reads for itself.
 
+        Those of :attr:`left_out` stay as they are.
+
         Give all local shards at once: a chunk is read and checked once a call. Values are converted where the live
         tensor's dtype is another than the stored one. A tensor may be any view on any device.
 
@@ -109,7 +114,10 @@ class CheckpointReader:
         """
         self._refuse(self._unfilled({shard.tensor_slice.name: shard.global_shape for shard in shards}, kind), kind)
         parts: dict[str, list[_Part]] = {}
+        elsewhere = self._elsewhere(kind)
         for shard in shards:
+            if shard.tensor_slice.name in elsewhere:
+                continue
             if tuple(shard.tensor.shape) != shard.tensor_slice.shape:
                 raise ValueError(
                     f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its slice's"
@@ -123,12 +131,18 @@ class CheckpointReader:
 
     def _unfilled(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
         stored = self.manifest.tensors[kind]
-        missing = [f"{name} is not in the checkpoint" for name in expected if name not in stored]
+        elsewhere = self._elsewhere(kind)
+        missing = [
+            f"{name} is not in the checkpoint" for name in expected if name not in stored and name not in elsewhere
+        ]
         return missing + [
             f"{name} has the shape {list(stored[name].shape)} in the checkpoint and {list(shape)} here"
             for name, shape in expected.items()
             if name in stored and stored[name].shape != tuple(shape)
         ]
+
+    def _elsewhere(self, kind: str) -> set[str]:
+        return set(self.left_out.names) if self.left_out is not None and kind == "model" else set()
 
     def _refuse(self, differences: Sequence[str], kind: str) -> None:
         if differences:

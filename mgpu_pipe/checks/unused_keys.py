@@ -101,5 +101,10 @@ def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("when_busy", "on_save_error"):
         if checkpoint.every_n_steps is None and getattr(checkpoint, key) != getattr(default, key):
             yield f"checkpoint.{key}", "without checkpoint.every_n_steps nothing is saved beside training"
+    if checkpoint.frozen_weights == "leave_out":
+        if not config.model.freeze:
+            yield "checkpoint.frozen_weights", "model.freeze=[] freezes no weights"
+        elif config.model.path is None and checkpoint.init_from is None:
+            yield "checkpoint.frozen_weights", "the weights come from no folder that a checkpoint could name"
     if not checkpoint.keep_best and checkpoint.best_metric != default.best_metric:
         yield "checkpoint.best_metric", "checkpoint.keep_best=0 keeps none for being best"

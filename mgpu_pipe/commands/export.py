@@ -26,7 +26,7 @@ def _export(arguments: argparse.Namespace) -> None:
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)
     quiet()
-    run = open_model(folder)
+    run = open_model(folder, arguments.frozen_weights)
     out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")
     print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')

@@ -278,6 +278,9 @@ class CheckpointConfig:
     """Checkpoints with the best best_metric (the lowest, unless higher is better) kept besides."""
     best_metric: str = "val/loss"
     """Metric that keep_best ranks by."""
+    frozen_weights: Literal["save", "leave_out"] = "save"
+    """Weights that model.freeze keeps as their folder gave them: saved like all others, or left out; then a checkpoint
+    names that folder and the digest of its weights."""
     async_save: bool = True
     """Write beside training, which waits only while its state is copied to host memory; false waits for the write."""
     when_busy: Literal["wait", "skip"] = "wait"

@@ -22,6 +22,9 @@ FOLDER_HELP = (
 def parser_of(verb: str, description: str) -> argparse.ArgumentParser:
     parser = VerbParser(prog=f"mgpu-pipe {verb}", description=description)
     parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
+    parser.add_argument(
+        "--frozen-weights", type=Path, metavar="FOLDER", help="model folder whose weights the checkpoint leaves out"
+    )
     return parser
 
 
@@ -59,7 +62,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 def open_run(arguments: argparse.Namespace) -> LoadedRun:
     folder, device = folder_of(arguments), device_of(arguments.device)
     quiet()
-    return load_run(folder, device)
+    return load_run(folder, device, arguments.frozen_weights)
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import load_untrusted
-from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.plain_files import NotPlainError, check_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import BadInputError
@@ -74,15 +75,20 @@ class StoredModel:
     """As of :class:`LoadedRun`."""
 
 
-def load_run(path: Path | str, device: torch.device | str = "cpu") -> LoadedRun:
+def load_run(path: Path | str, device: torch.device | str = "cpu", frozen: Path | None = None) -> LoadedRun:
     """Open a run's folder (its newest whole step), a step's folder, or a Hugging Face folder.
+
+    Args:
+        frozen: the model folder of the frozen weights that a step leaves out; None: where the user's own step says.
 
     Raises:
         BadInputError: the folder is none of these; of its kinds, CheckpointError for a damaged step and
             ModelFolderError for a model folder that is not whole.
     """
     folder = existing_folder(path)
-    return (_load_model_folder if (folder / "config.json").is_file() else _load_checkpoint)(folder, device)
+    if (folder / "config.json").is_file():
+        return _load_model_folder(folder, device)
+    return _load_checkpoint(folder, device, frozen)
 
 
 def existing_folder(path: Path | str) -> Path:
@@ -109,25 +115,28 @@ def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
     return LoadedRun(model, folder, _tokenizer_folder(folder), None, None)
 
 
-def _load_checkpoint(folder: Path, device: torch.device | str) -> LoadedRun:
+def _load_checkpoint(folder: Path, device: torch.device | str, frozen: Path | None) -> LoadedRun:
     from mgpu_pipe.models.build import materialise_empty
 
-    stored, reader = _open_checkpoint(folder)
+    stored, reader = _open_checkpoint(folder, frozen)
     model = materialise_empty(stored.model, "cpu")
-    reader.read([_whole(name, parameter.data) for name, parameter in model.named_parameters()], "model")
+    parameters = dict(model.named_parameters())
+    reader.read([_whole(name, parameter.data) for name, parameter in parameters.items()], "model")
+    for name in reader.left_out.names if reader.left_out is not None else ():
+        parameters[name].data.copy_(stored.read(name, parameters[name].dtype))
     model.to(device)  # type: ignore[arg-type]
     return LoadedRun(model.eval(), stored.source, stored.tokenizer_folder, stored.config, stored.step, stored.own)
 
 
-def open_model(path: Path | str) -> StoredModel:
-    """Open what :func:`load_run` opens, without holding its weights; of a Hugging Face folder they are held.
+def open_model(path: Path | str, frozen: Path | None = None) -> StoredModel:
+    """Open what :func:`load_run` opens, without holding its weights; those of a Hugging Face folder are held.
 
     Raises:
         BadInputError: as :func:`load_run`.
     """
     folder = existing_folder(path)
     if not (folder / "config.json").is_file():
-        return _open_checkpoint(folder)[0]
+        return _open_checkpoint(folder, frozen)[0]
     from mgpu_pipe.models.build import build_meta
 
     loaded = _load_model_folder(folder, "cpu")
@@ -145,7 +154,7 @@ def read_from(model: PreTrainedModel) -> ReadTensor:
     return read
 
 
-def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
+def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, CheckpointReader]:
     """A step's weights, read on demand: every chunk is checked when it is read."""
     import torch
 
@@ -158,11 +167,13 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     config, own = load_untrusted(step_folder / "config.yaml")
     reader = CheckpointReader(step_folder)
     says_where_texts_end = config.model.path is not None
-    if not own and config.model.path is not None:
+    path = config.model.path
+    if path is not None and not (own and Path(path).expanduser().is_dir()):
         config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
     config = replace(config, model=with_recorded_labels(config.model, reader.state.get("model_config")))
     with at_most(len(reader.names("model"))):
         model = run_model(config)
+    base = _frozen_weights(reader, config, own, frozen)
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
     model = _with_buffers(model)
@@ -173,6 +184,8 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     def read(name: str, dtype: torch.dtype) -> torch.Tensor:
         if name in buffers:  # not stored, for they follow from the configuration
             return buffers[name].to(dtype)
+        if reader.left_out is not None and stored_as[name] in reader.left_out.names:
+            return base[stored_as[name]].to(dtype)
         tensor = torch.empty(reader.shape(stored_as[name]), dtype=dtype)
         reader.read([_whole(stored_as[name], tensor)], "model")
         return tensor
@@ -182,6 +195,36 @@ def _open_checkpoint(folder: Path) -> tuple[StoredModel, CheckpointReader]:
     return StoredModel(
         model, read, step_folder, tokenizer, config, reader.manifest.step, not says_where_texts_end, maker, own
     ), reader
+
+
+def _frozen_weights(
+    reader: CheckpointReader, config: RunConfig, own: bool, folder: Path | None
+) -> dict[str, torch.Tensor]:
+    """The weights of the folder that a step leaves out; empty where it holds all.
+
+    Raises:
+        BadInputError: the folder has other weights, or only somebody else's step names it.
+    """
+    from mgpu_pipe.models.build import load_pretrained
+
+    left_out = reader.left_out
+    if left_out is None:
+        return {}
+    if folder is None and not own:
+        raise BadInputError(
+            f"{reader.folder}: leaves out its frozen weights, and this run of somebody else's may name no folder; "
+            f"give the one that it means by --frozen-weights ({left_out.folder})"
+        )
+    folder = Path(left_out.folder) if folder is None else folder
+    if not folder.is_dir():
+        raise BadInputError(
+            f"{reader.folder}: leaves out its frozen weights, and {folder} is gone; give a copy by --frozen-weights"
+        )
+    left_out.require(folder, cache_folder(config.data.cache_dir), reader.folder)
+    source = replace(config.model, type=None, path=str(folder), config={}, freeze=[])
+    model = load_pretrained(source, "cpu", config.model, description(config.objective.name).model_class, config.seed)
+    state = model.state_dict()
+    return {name: state[name] for name in left_out.names}
 
 
 def _whole(name: str, tensor: torch.Tensor) -> LocalShard:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.background import BackgroundSaver
 from mgpu_pipe.checkpoint.finite import NotFinite
+from mgpu_pipe.checkpoint.left_out import LeftOut
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.retention import best, prune
 from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
@@ -49,6 +50,7 @@ class Checkpointer:
         fixed_state: entries of ``state.json`` that are the same at every step (topology, seed, horizon, ...).
         timeout_s: seconds after which a rank that does not come to a save's next part fails the save.
         patience_s: seconds that a save gets to be committed when training has failed.
+        left_out: the frozen weights that are not saved.
         start_step: the step that the attempt goes on from.
         before_manifest: brings to the disk what must be there before a checkpoint is; called on rank 0, perhaps by
             another thread.
@@ -65,7 +67,11 @@ class Checkpointer:
         start_step: int = 0,
         before_manifest: Callable[[], None] = lambda: None,
         highest: bool = False,
+        left_out: LeftOut | None = None,
     ) -> None:
+        self._left_out = set(left_out.names) if left_out is not None else set()
+        if left_out is not None:
+            fixed_state = {**fixed_state, **left_out.as_state()}
         self._highest = highest
         self._config, self._paths, self._fixed_state = config, paths, fixed_state
         self._before_manifest, self._patience_s = before_manifest, patience_s
@@ -150,7 +156,8 @@ class Checkpointer:
                 return
             self._settle(background.wait(), last=False)
         self.last_step, self._failed = step, None
-        root, model, optimizer = self._paths.checkpoints, strategy.model_shards(), strategy.optimizer_shards()
+        root, optimizer = self._paths.checkpoints, strategy.optimizer_shards()
+        model = [shard for shard in strategy.model_shards() if shard.tensor_slice.name not in self._left_out]
         state = self._state(strategy, step, metrics)
         try:
             plan = self._planner.plan(root, step, model, optimizer, None)

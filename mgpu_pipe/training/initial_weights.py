@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size
+from mgpu_pipe.checkpoint.left_out import LeftOut
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import load_pretrained, materialise, run_model
 from mgpu_pipe.models.fields import LABELS
@@ -58,6 +60,37 @@ def _model_and_filler(
         materialise(model, config.seed, device)
 
     return run_model(config), fill
+
+
+def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: CheckpointReader | None) -> LeftOut | None:
+    """The frozen weights that this attempt's checkpoints leave out; None where they hold all. A collective call.
+
+    Args:
+        model: with the folder's weights, where the run has one.
+        reader: the checkpoint that its weights come from.
+
+    Raises:
+        CheckpointError: ``reader``'s leaves out weights that the run's folder does not hold.
+    """
+    folder = config.checkpoint.init_from if starts_from_folder(config) else config.model.path
+    before = reader.left_out if reader is not None else None
+    cache = cache_folder(config.data.cache_dir)
+    names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if reader is not None:
+        # What a checkpoint holds may have been trained before it was frozen.
+        names &= set(before.names) if before is not None else set()
+    leaves_out = config.checkpoint.frozen_weights == "leave_out" and folder is not None and bool(names)
+
+    def digest() -> LeftOut | None:
+        if reader is not None and before is not None:
+            before.require(None if folder is None else Path(folder), cache, reader.folder)
+        return LeftOut.of(Path(folder), cache, sorted(names)) if leaves_out and folder is not None else None
+
+    if before is None and not leaves_out:
+        return None
+    told = digest() if rank_and_size(None)[0] == 0 else None
+    [first, *_] = exchange_json(None if told is None else told.as_state(), None)
+    return None if first is None else LeftOut.from_state(first, Path(str(folder)))
 
 
 def starts_from_folder(config: RunConfig) -> bool:

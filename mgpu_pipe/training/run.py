@@ -34,7 +34,13 @@ from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_af
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
-from mgpu_pipe.training.initial_weights import build_model, reads_slices, starts_from_folder, weights_reader
+from mgpu_pipe.training.initial_weights import (
+    build_model,
+    left_out_weights,
+    reads_slices,
+    starts_from_folder,
+    weights_reader,
+)
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
@@ -114,6 +120,10 @@ def train(
         config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
     )
     writer = _metrics_writer(paths, start_step, objective) if rank == 0 else None
+    weights_only = reader is None and config.checkpoint.init_from is not None and not starts_from_folder(config)
+    source = weights_reader(config) if weights_only else reader
+    if source is not None:
+        source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
     checkpointer = Checkpointer(
         config.checkpoint,
         paths,
@@ -134,6 +144,7 @@ def train(
         start_step=start_step,
         highest=higher_is_better(config.objective.name, config.checkpoint.best_metric),
         before_manifest=writer.sync if writer is not None else lambda: None,
+        left_out=left_out_weights(config, model, source),
     )
     strategy = strategy_class(config.strategy.engine).from_config(
         config,
@@ -143,10 +154,6 @@ def train(
         dropout_seed=config.seed if uses_dropout(model) else None,
         stop_requested=lambda: stop_requested() or checkpointer.must_stop,
     )
-    weights_only = reader is None and config.checkpoint.init_from is not None and not starts_from_folder(config)
-    source = weights_reader(config) if weights_only else reader
-    if source is not None:
-        source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
     recorder = StepRecorder(
         config.trainer,
         max_steps=max_steps,

@@ -365,6 +365,7 @@ def test_old_ones_are_deleted_after_the_new_one_is_committed(tmp_path: Path) -> 
 def test_a_save_that_a_finite_step_has_followed_when_it_is_committed_is_enough_by_itself(tmp_path: Path) -> None:
     trained, saver = Trained(), checkpointer(tmp_path, keep_last=1)
     saver.save(trained, 1, {})
+    saver.finish(0)
     saver.step_was_finite(2)
     with slow_disk() as go:
         saver.save(trained, 2, {})

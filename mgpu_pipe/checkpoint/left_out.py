@@ -1,0 +1,91 @@
+"""Frozen weights that a checkpoint leaves out: it names the folder that they come from and the digest of its weights.
+
+A frozen weight stays what its folder gave, so a step need not hold it once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_text
+from mgpu_pipe.data.cache import writing_to_cache
+from mgpu_pipe.data.fingerprint import fingerprints
+from mgpu_pipe.errors import CheckpointError
+from mgpu_pipe.models.folder import check_model_folder, weight_files
+
+KEY = "left_out"
+"""In ``state.json``."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What a step does not hold, and where it is.
+
+    Attributes:
+        folder: the Hugging Face folder, absolute.
+        digest: SHA-256 over its weight files.
+        names: the parameters.
+    """
+
+    folder: str
+    digest: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: Path, cache: Path, names: Sequence[str]) -> LeftOut:
+        """The weights ``names`` of ``folder``."""
+        return cls(str(folder.expanduser().absolute()), weights_digest(folder, cache), tuple(sorted(names)))
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], where: Path) -> LeftOut | None:
+        """What the ``state.json`` of a step says; None where the step holds all weights.
+
+        Raises:
+            CheckpointError: what it says cannot be.
+        """
+        if state.get(KEY) is None:
+            return None
+        at = f"{where}: state.json: {KEY}"
+        fields = as_object(state[KEY], at, ("folder", "digest", "names"))
+        names = tuple(as_text(name, at) for name in as_list(fields["names"], at))
+        return cls(as_text(fields["folder"], at), as_text(fields["digest"], at), names)
+
+    def as_state(self) -> dict[str, Any]:
+        return {KEY: asdict(self)}
+
+    def require(self, folder: Path | None, cache: Path, step: Path) -> None:
+        """Refuse another ``folder`` than the one whose weights the ``step`` leaves out.
+
+        Raises:
+            CheckpointError: its weights are others, or there is none.
+            ModelFolderError: it is no whole model folder.
+        """
+        if folder is None:
+            raise CheckpointError(
+                f"{step}: leaves out {len(self.names)} frozen weights, which are those of {self.folder}; "
+                "give that folder as model.path"
+            )
+        if weights_digest(folder, cache) != self.digest:
+            raise CheckpointError(
+                f"{step}: leaves out {len(self.names)} frozen weights, and those of {folder} are others; "
+                f"give a copy of {self.folder} as it was"
+            )
+
+
+def weights_digest(folder: Path, cache: Path) -> str:
+    """SHA-256 over the names and contents of a model folder's weight files; known files are not read again.
+
+    Raises:
+        ModelFolderError: it is no whole model folder.
+    """
+    folder = folder.expanduser()
+    check_model_folder(folder)
+    names = weight_files(folder)
+    with writing_to_cache(cache):
+        marks = fingerprints([folder / name for name in names], cache)
+    text = "".join(f"{marks[folder / name].digest}  {name}\n" for name in names)
+    return hashlib.sha256(text.encode()).hexdigest()
