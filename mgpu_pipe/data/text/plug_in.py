@@ -24,6 +24,7 @@ from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.errors import DataError
 
 _TEXT = str.__name__
+Load = Callable[[RunConfig], Iterable[Any]]
 
 
 def plug_in_source(config: RunConfig, load: Load) -> Source:
