@@ -54,8 +54,8 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
 
 def with_recorded_labels(model: ModelConfig, saved: object) -> ModelConfig:
     """``model`` with the names of the classes that a checkpoint records; the data decided on them."""
-    labels = {name: saved[name] for name in LABELS if name in saved} if isinstance(saved, Mapping) else {}
-    return replace(model, config={**model.config, **labels})
+    classes = {name: saved[name] for name in LABELS if name in saved} if isinstance(saved, Mapping) else {}
+    return replace(model, config={**model.config, **classes})
 
 
 def _number(value: object) -> object:

@@ -48,8 +48,8 @@ def _model_and_filler(
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     source = config.model
     if starts_from_folder(config):
-        labels = {name: config.model.config[name] for name in LABELS if name in config.model.config}
-        source = replace(config.model, type=None, path=config.checkpoint.init_from, config=labels)
+        classes = {name: config.model.config[name] for name in LABELS if name in config.model.config}
+        source = replace(config.model, type=None, path=config.checkpoint.init_from, config=classes)
     if source.path is not None and not sharded:
         model_class = description(config.objective.name).model_class
         return load_pretrained(source, device, config.model, model_class, config.seed), None
