@@ -23,6 +23,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from tests.support.learned import LEARNED
 from tests.support.processes import run_processes
 from tests.support.tables import TRANSFER_CELLS
 from tests.support.training import Case, Outcome, plain, trained
@@ -30,7 +31,10 @@ from tests.support.training import Case, Outcome, plain, trained
 pytestmark = pytest.mark.slow
 
 BEFORE, AFTER, SAMPLES, LAYERS = 2, 10, 12, 4
-MODELS = {"dense": "llama", "tied": "gpt2", "mixture": "mixtral"}
+CAUSAL = {"dense": "llama", "tied": "gpt2", "mixture": "mixtral"}
+MODELS = {**CAUSAL, **{name: name for name in LEARNED}}
+SAMPLED = ("fsdp 3", "zero3 3", "tp 4")
+"""Where the other objectives are tried each time; everywhere when all is."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,13 @@ class Way:
 
     dims: ParallelDims
     case: dict[str, Any] = field(default_factory=dict)
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = tuple(CAUSAL)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """What else goes this way: encoders are cut into neither stages nor sequences."""
+        whole = self.dims.pp == self.dims.cp == self.dims.ep == 1 and "sequence_parallel" not in str(self.case)
+        return tuple(LEARNED) if whole else ()
 
 
 MICRO = {"micro_batches": 2}
@@ -84,11 +94,11 @@ def first(folder: str) -> None:
         trained(case_of(model, BEFORE, WAYS["single"]), ParallelDims(), on_end=lambda s: write(s, f"{folder}/{model}"))  # noqa: B023
 
 
-def goes_on(name: str, source: str, target: str, extension: str | None) -> list[Any]:
+def goes_on(name: str, models: tuple[str, ...], source: str, target: str, extension: str | None) -> list[Any]:
     way, found = WAYS[name], list[Any]()
     if extension is not None:
         os.environ[FOLDER] = extension
-    for model in way.models:
+    for model in models:
 
         def restore(strategy: Any, model: str = model) -> None:
             reader = CheckpointReader(Path(source) / model / f"step-{BEFORE:08d}")
@@ -134,15 +144,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("name", "models"),
+    [
+        *((name, way.models) for name, way in WAYS.items()),
+        *(
+            pytest.param(name, way.others, marks=[] if name in SAMPLED else pytest.mark.exhaustive)
+            for name, way in WAYS.items()
+            if way.others
+        ),
+    ],
+)
 def test_it_reads_goes_on_and_writes_the_same_again(
-    name: str, source: Path, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, models: tuple[str, ...], source: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     way = WAYS[name]
     extension = request.getfixturevalue("nvme_extension") if way.case.get("offload") == "nvme" else None
-    words = name, str(source), str(tmp_path), extension
+    words = name, models, str(source), str(tmp_path), extension
     by_rank = run_processes(way.dims.world_size, goes_on, *words, timeout_s=600.0)
-    for index, model in enumerate(way.models):
+    for index, model in enumerate(models):
         TRANSFER_CELLS[name, model] = "FAILED"
         results: list[Outcome | str] = [rank[index] for rank in by_rank]
         assert not any(isinstance(result, str) for result in results), results

@@ -20,12 +20,19 @@ COMMON = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+BERT = {
+    **{name: value for name, value in COMMON.items() if name != "num_key_value_heads"},
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 MODELS = {
     "llama": ModelConfig(name="llama", type="llama", config=dict(COMMON)),
     "qwen3": ModelConfig(name="qwen3", type="qwen3", config={**COMMON, "head_dim": 8}),
     "mixtral": ModelConfig(
         name="mixtral", type="mixtral", config={**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
+    "masked": ModelConfig(name="masked", type="bert", config={**BERT}),
+    "classes": ModelConfig(name="classes", type="bert", config={**BERT, "num_labels": 3, "pad_token_id": 0}),
     # Large enough for what is written in local shards of a mebibyte.
     "wide": ModelConfig(name="wide", type="llama", config={**COMMON, "hidden_size": 256, "intermediate_size": 768}),
     "gpt2": ModelConfig(

@@ -25,6 +25,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.pipeline import PipelinePlan
 from mgpu_pipe.planner.pipeline import layer_costs
@@ -35,6 +36,7 @@ from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.optimizers import optimizer_factory
+from tests.support.learned import LEARNED
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
 Batch = dict[str, torch.Tensor]
@@ -98,6 +100,8 @@ class Outcome:
 def batch_of(case: Case, step: int) -> Batch:
     """The step's samples: ``packed`` documents; ``uneven`` numbers of valid labels, none in the last quarter;
     ``padded`` single documents."""
+    if case.model in LEARNED:
+        return LEARNED[case.model].batch(step, case.samples)
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(0, VOCABULARY, (case.samples, SEQ_LEN + 1), generator=generator)
     labels = ids[:, 1:].clone()
@@ -166,7 +170,8 @@ def model_config(case: Case) -> ModelConfig:
 
 def built(case: Case) -> Any:
     """The case's model on the meta device."""
-    model = build_meta(model_config(case))
+    learned = LEARNED.get(case.model)
+    model = build_meta(model_config(case), learned.model_class if learned else None)
     if case.branches:
         with torch.device("meta"):
             model = branched(type(model))(model.config).train()
@@ -321,10 +326,12 @@ def trained(
     branching = TogetherObjective if case.together else BranchObjective
     cls = branching if case.branches else CausalLMObjective
     learning_rate: Callable[[int], float] = lambda step: 1.0  # noqa: E731
-    if case.objective is None:
+    learns = case.objective or (LEARNED[case.model].objective if case.model in LEARNED else None)
+    objective: Objective
+    if learns is None:
         objective = cls(model, optimizer_of(case), learning_rate, 7)
     else:
-        objective = case.objective(model, optimizer_of(case), learning_rate)
+        objective = learns(model, optimizer_of(case), learning_rate)
     watch = Watch(on_start)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -370,15 +377,10 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
             part = {name: value[at : at + size] for name, value in batch.items()}
             if case.branches:
                 decoder_blocks(model)[0].sample = 0 if case.together else int(part["input_ids"].sum())
-            inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"], "use_cache": False}
             cast = {name: p.to(dtype) for name, p in model.named_parameters()}
-            logits = torch.func.functional_call(model, cast, kwargs=inputs).logits.float()
-            loss = (
-                F.cross_entropy(
-                    logits.flatten(0, 1), part["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-                )
-                / count
-            )
+            learned = LEARNED.get(case.model)
+            forward = functools.partial(_called, model, cast)
+            loss = (learned.loss if learned else _next_token_loss)(forward, part) / count
             loss.backward()
             total += loss.item()
         present = [p.grad for p in model.parameters() if p.grad is not None]
@@ -392,6 +394,16 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         norms.append(norm)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def _called(model: Any, weights: dict[str, torch.Tensor], **inputs: Any) -> Any:
+    return torch.func.functional_call(model, weights, kwargs=inputs)
+
+
+def _next_token_loss(forward: Callable[..., Any], part: Batch) -> torch.Tensor:
+    inputs = {"input_ids": part["input_ids"], "position_ids": part["position_ids"], "use_cache": False}
+    logits, labels = forward(**inputs).logits.float(), part["labels"].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def assembled(by_rank: list[list[LocalShard]]) -> dict[str, torch.Tensor]:
