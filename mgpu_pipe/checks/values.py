@@ -62,7 +62,7 @@ ABOVE_ZERO = (
     "launch.collective_timeout",
 )
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "data.numbers.digits": 9, "seed": 2**63 - 1}
-FREE_TEXTS = ("objective.sample_prompts",)
+FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
 """Keys whose texts may be empty."""
 FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
 

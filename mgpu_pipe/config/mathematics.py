@@ -81,6 +81,7 @@ KINDS: dict[str, Kind] = {
     "objective.name": Kind.FIXED,
     "objective.loss_chunk_tokens": Kind.FREE,
     "objective.sample_prompts": Kind.FREE,
+    "objective.sample_texts": Kind.FREE,
     "objective.sample_max_new_tokens": Kind.FREE,
     "optimizer": Kind.TOLD,
     "optimizer._target_": Kind.FIXED,

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed
 from mgpu_pipe.launch import stop
@@ -29,6 +30,7 @@ from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+    from transformers import PreTrainedModel
 
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared
@@ -160,6 +162,8 @@ def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> li
     from mgpu_pipe.inference.load import load_run
 
     run = load_run(result.checkpoint, device)
+    if _classifies(config):
+        return _classified(config, run.model, run.tokenizer_folder)
     texts = generate_text(run.model, run.tokenizer(), prompts, max_new_tokens=length, seed=config.seed)
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
 
@@ -169,6 +173,8 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
     prompts, length = config.objective.prompts()
     if not prompts or result.status != "finished" or result.whole_model or tokenizer_folder is None:
         return []
+    if _classifies(config):
+        return _classified(config, result.model, tokenizer_folder)
     from mgpu_pipe.inference.generation import generate_text
 
     texts = generate_text(
@@ -181,6 +187,20 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
         forward=result.sampling_forward,
     )
     return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+
+
+def _classifies(config: RunConfig) -> bool:
+    return description(config.objective.name).samples == "labelled_text"
+
+
+def _classified(config: RunConfig, model: PreTrainedModel, tokenizer_folder: Path | None) -> list[Sample]:
+    """The configured texts, each with its likeliest class."""
+    from mgpu_pipe.inference.classify import classify_texts
+
+    texts, _ = config.objective.prompts()
+    assert tokenizer_folder is not None
+    classes = classify_texts(model, tokenizer_folder, texts, config.data.seq_len)
+    return [{"prompt": text, "text": f" \u2192 {found}"} for text, found in zip(texts, classes, strict=True)]
 
 
 def _import_all() -> None:

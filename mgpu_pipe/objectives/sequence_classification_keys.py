@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig
@@ -16,6 +18,15 @@ from mgpu_pipe.models.fields import model_types
 class SequenceClassificationConfig(ObjectiveConfig):
     name: str = "sequence_classification"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    sample_texts: list[str] = field(default_factory=list)
+    """Texts whose class is told after training and shown with the result."""
+
+    def shrunk(self, tokens: int) -> Self:
+        return replace(self, sample_texts=[])
+
+    def prompts(self) -> tuple[list[str], int]:
+        return self.sample_texts, 0
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         if fields["model_type"] in model_types("AutoModelForMaskedLM") or fields.get("pad_token_id") is not None:

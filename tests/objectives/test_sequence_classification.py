@@ -21,7 +21,9 @@ from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
+from tests.support.command import environment, run_folder
 from tests.support.processes import run_processes
+from tests.support.program import run_program
 from tests.verify.support import small_run
 
 CLASSES = ("objective=sequence_classification", "logger=none", "trainer.progress=off")
@@ -292,3 +294,28 @@ def test_a_folder_without_the_head_gets_a_new_one(tmp_path: Path, processes: int
     new = found.keys() - body.keys()
     assert {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight", "bert.pooler.dense.bias"} == new
     assert found["classifier.weight"].shape == (3, 32) and 0.01 < float(found["classifier.weight"].std()) < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["strategy=ddp", "strategy=fsdp"])
+def test_a_run_tells_the_classes_of_its_sample_texts(tmp_path: Path, cache: Path, strategy: str) -> None:
+    """The program itself, and what its last checkpoint says of these texts without it."""
+    from mgpu_pipe.inference.load import load_run
+
+    write_rows(tmp_path / "rows.jsonl")
+    given = [*BERT[:-1], "data=labelled_jsonl", "data.paths=[rows.jsonl]", "data.seq_len=24", "trainer.max_steps=3"]
+    given += ["data.global_batch_size=8", strategy, "trainer.devices=2", "objective.sample_texts=[cat on the hen,oak]"]
+    done = run_program([*given, "trainer.accelerator=cpu"], tmp_path, environment(cache), 240)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / run_folder(done.stdout)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {"val/loss", "val/accuracy"} <= set(summary["metrics"])
+    assert "held-out accuracy" in done.stdout and summary["data"]["classes"] == ["animal", "plant", "stone"]
+    loaded = load_run(folder)
+    named = loaded.tokenizer()
+    for sample, text in zip(summary["samples"], ["cat on the hen", "oak"], strict=True):
+        ids = torch.tensor([[*named(text)["input_ids"], named.eos_token_id]])
+        with torch.no_grad():
+            share, number = loaded.model(input_ids=ids).logits[0].softmax(-1).max(-1)
+        assert sample["text"] == f" \u2192 {loaded.model.config.id2label[int(number)]} ({100 * float(share):.0f}%)"
+        assert sample["prompt"] == text and sample["text"].strip() in (folder / "report.html").read_text()

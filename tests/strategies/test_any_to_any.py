@@ -147,9 +147,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "models"),
     [
-        *((name, way.models) for name, way in WAYS.items()),
+        *(pytest.param(name, way.models, id=name) for name, way in WAYS.items()),
         *(
-            pytest.param(name, way.others, marks=[] if name in SAMPLED else pytest.mark.exhaustive)
+            pytest.param(
+                name, way.others, id=f"{name}, others", marks=[] if name in SAMPLED else pytest.mark.exhaustive
+            )
             for name, way in WAYS.items()
             if way.others
         ),
