@@ -92,7 +92,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         *_length_errors(config),
         *_schedule_errors(config),
         *_held_out_errors(config),
-        *_sample_errors(config),
+        *sample_errors(config),
         *early_stopping_errors(config),
         *_start_errors(config),
     ]
@@ -276,7 +276,7 @@ def _missing_paths(config: RunConfig) -> list[ConfigError]:
     return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
 
 
-def _sample_errors(config: RunConfig) -> list[ConfigError]:
+def sample_errors(config: RunConfig) -> list[ConfigError]:
     """The data is of the kind that the objective trains on; a package's own may be anything."""
     source, told = config.data.source, description(config.objective.name)
     if source not in plugins.DATA_SOURCES or plugins.SAMPLES.get(source, "packed_text") == told.samples:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checks.values import sample_errors
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -40,6 +41,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.topology import BatchPlan
 
     config = _evaluation_config(run, arguments.overrides)
+    refused = sample_errors(config)
+    if refused:
+        raise refused[0]
     prepared = _prepared(run, config)
     chosen = objective_class(config.objective.name)
     step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, chosen.samples)

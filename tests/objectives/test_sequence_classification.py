@@ -265,7 +265,10 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
     shape = ["data=labelled_jsonl", "data.seq_len=24", "data.validation_fraction=0.5", f"data.paths=[{few}]"]
     for folder in ("second", "out"):
         assert main(["eval", str(tmp_path / folder), *shape, "--device", "cpu"]) == 0
-    first, _, second = capsys.readouterr().out.partition("weights")
+    assert main(["eval", str(tmp_path / "out"), "--device", "cpu"]) == 2
+    shown = capsys.readouterr()
+    assert "data.source=stdlib_text: objective.name=sequence_classification trains on labelled text" in shown.err
+    first, _, second = shown.out.partition("weights")
     assert first.splitlines()[:2] == second.splitlines()[1:3]
 
 
