@@ -1,0 +1,87 @@
+"""One application of a tensor-parallel plan to a model: the rank that cuts, and what it has cut so far."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.parallel.tensor_parameters import CutParameters
+from mgpu_pipe.parallel.tensor_roles import tensor_plan
+
+
+class TensorCut:
+    """A model on its way to being cut over the ranks of ``group``.
+
+    Attributes:
+        plan: the style of every module and parameter that has one, by name.
+        modules: all modules of the model, by name.
+        partial: parameters whose gradients are to be summed over a group, or over the axis (None), by name.
+        left_alone: parameters of which this axis says nothing.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.plan = tensor_plan(model)
+        self.modules = dict(model.named_modules())
+        self.parameters = CutParameters(model)
+        self.partial: dict[str, dist.ProcessGroup | None] = {}
+        self.left_alone: set[str] = set()
+
+    def sum_gradient(self, parameter: nn.Parameter, group: dist.ProcessGroup | None = None) -> None:
+        """Let the gradient be summed over ``group``, or over the axis: each rank's is a part of it."""
+        self.partial[self.parameters.name(parameter)] = group
+
+    def refusal(self, fix: str, reason: str) -> ConfigError:
+        return ConfigError("strategy.tp", self.size, fix, reason)
+
+    def even(self, name: str, length: int, parts: int = 1) -> list[tuple[int, int]]:
+        """This rank's range of each of ``parts`` equal parts of ``length``."""
+        one = length // parts
+        if one % self.size:
+            fits = [n for n in range(1, self.size + 1) if one % n == 0]
+            raise self.refusal(f"use one of {fits}", f"the width {one} of {name} cannot be cut evenly")
+        share = one // self.size
+        return [(part * one + self.rank * share, part * one + (self.rank + 1) * share) for part in range(parts)]
+
+    def cut_linear(
+        self, layer: nn.Module, dim: int, ranges: list[tuple[int, int]], bias: bool = True, owned: bool = True
+    ) -> None:
+        self.parameters.cut(layer, "weight", dim, ranges, owned)
+        if bias and layer._parameters.get("bias") is not None:
+            self.parameters.cut(layer, "bias", 0, ranges, owned)
+        length = sum(stop - start for start, stop in ranges)
+        names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
+        setattr(layer, names[0 if dim == output_dim(layer) else 1], length)
+
+    def sharers(self, sharing: int) -> dist.ProcessGroup:
+        """The group of the ``sharing`` neighbours that this rank shares its key-value head with."""
+        if not hasattr(self, "_sharing_group"):
+            ranks = dist.get_process_group_ranks(self.group)
+            first = self.rank // sharing * sharing
+            # Local, for other tensor-parallel groups and pipeline stages do not come here together with this one.
+            created = dist.new_group(ranks[first : first + sharing], use_local_synchronization=True)
+            assert isinstance(created, dist.ProcessGroup)
+            self._sharing_group = created
+        return self._sharing_group
+
+
+def output_dim(layer: nn.Module) -> int:
+    return 1 if isinstance(layer, Conv1D | nn.Embedding) else 0
+
+
+def outputs(layer: nn.Module) -> int:
+    assert isinstance(layer.weight, torch.Tensor)
+    return layer.weight.shape[output_dim(layer)]
+
+
+def inputs(layer: nn.Module) -> int:
+    assert isinstance(layer.weight, torch.Tensor)
+    return layer.weight.shape[1 - output_dim(layer)]
+
+
+def head_dim(attention: nn.Module) -> int:
+    """Width of a head; 0 where the module has no heads."""
+    return int(getattr(attention, "head_dim", 0) or 0)
