@@ -108,12 +108,12 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The position of ``rank`` on every axis."""
-        found: dict[str, int] = {}
+        position: dict[str, int] = {}
         for axis in reversed(AXES):
             size = getattr(self, axis)
-            found[axis] = rank % size
+            position[axis] = rank % size
             rank //= size
-        return {axis: found[axis] for axis in AXES}
+        return {axis: position[axis] for axis in AXES}
 
     def data_parallel_rank(self, rank: int) -> int:
         """Which share of every step's samples ``rank`` takes."""

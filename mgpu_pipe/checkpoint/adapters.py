@@ -52,19 +52,19 @@ def optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     Raises:
         CheckpointError: a state that is neither a tensor nor a number and so has no canonical form.
     """
-    found: list[LocalShard] = []
+    shards: list[LocalShard] = []
     for name, layout, parameter in _named(model):
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
-                found += _state_pieces(f"{name}/{key}", value, parameter, layout)
+                shards += _state_pieces(f"{name}/{key}", value, parameter, layout)
             elif isinstance(value, bool | int | float):
-                found.append(number_piece(f"{name}/{key}", value))
+                shards.append(number_piece(f"{name}/{key}", value))
             elif value is not None:
                 raise CheckpointError(
                     f"optimizer._target_={type(optimizer).__name__}: its state {key!r} is a "
                     f"{type(value).__name__}, neither a tensor nor a number, and cannot be saved; use another optimizer"
                 )
-    return found
+    return shards
 
 
 NUMBERS = {"bool": torch.bool, "int": torch.int64, "float": torch.float64}

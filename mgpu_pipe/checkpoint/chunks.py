@@ -58,7 +58,7 @@ class ChunkHasher:
         """The record of all that was given; ends the threads."""
         if self._size % CHUNK_BYTES:
             self._end_chunk()
-        hashes = tuple(found if isinstance(found, str) else found.result() for found in self._finished)
+        hashes = tuple(digest if isinstance(digest, str) else digest.result() for digest in self._finished)
         self.close()
         return FileRecord(self._size, hashes)
 
@@ -192,10 +192,10 @@ def check_bytes(data: files.Buffer, expected: FileRecord, path: Path) -> None:
     Raises:
         CheckpointError: its size or a chunk's hash is another; names file and chunk.
     """
-    found = record_of(data)
-    if found.size != expected.size:
-        raise CheckpointError(size_fault(path, found.size, expected))
-    for index, (got, want) in enumerate(zip(found.sha256, expected.sha256, strict=True)):
+    actual = record_of(data)
+    if actual.size != expected.size:
+        raise CheckpointError(size_fault(path, actual.size, expected))
+    for index, (got, want) in enumerate(zip(actual.sha256, expected.sha256, strict=True)):
         if got != want:
             raise CheckpointError(damage(path, index, len(expected.sha256)))
 

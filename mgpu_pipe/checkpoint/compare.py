@@ -74,7 +74,7 @@ def compare_tensors(a: Path, b: Path, kinds: tuple[str, ...] = KINDS) -> Compari
                 result.differing.append(TensorDifference(name, kind, total.relative, total.largest))
             else:
                 result.equal += 1
-    result.differing.sort(key=lambda found: (-found.relative, found.kind, found.name))
+    result.differing.sort(key=lambda difference: (-difference.relative, difference.kind, difference.name))
     return result
 
 
@@ -100,13 +100,13 @@ def _batches(reader: CheckpointReader, names: list[str]) -> Iterator[list[tuple[
     batch: list[tuple[TensorSlice, tuple[int, ...]]] = []
     size = 0
     for name in names:
-        whole = reader.shape(name)
-        for offsets, shape in blocks(whole, 8):
+        global_shape = reader.shape(name)
+        for offsets, shape in blocks(global_shape, 8):
             tensor_slice = TensorSlice(name, offsets, shape)
             if size and size + 8 * tensor_slice.volume > BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
-            batch.append((tensor_slice, whole))
+            batch.append((tensor_slice, global_shape))
             size += 8 * tensor_slice.volume
     if batch:
         yield batch
@@ -123,8 +123,8 @@ def _add(
     for reader in (one, other):
         shards.append(
             [
-                LocalShard(tensor_slice, whole, torch.empty(tensor_slice.shape, dtype=torch.float64))
-                for tensor_slice, whole in batch
+                LocalShard(tensor_slice, global_shape, torch.empty(tensor_slice.shape, dtype=torch.float64))
+                for tensor_slice, global_shape in batch
             ]
         )
         reader.read(shards[-1], kind)

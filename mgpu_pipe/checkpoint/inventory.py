@@ -50,8 +50,8 @@ def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
 
 def leftovers(root: Path) -> list[Path]:
     """Folders that killed processes left, or that a save in progress fills; the next save removes them."""
-    whole = set(layout.committed(root).values())
-    return [path for _, _, path in layout.folders(root) if path not in whole]
+    committed = set(layout.committed(root).values())
+    return [path for _, _, path in layout.folders(root) if path not in committed]
 
 
 def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
@@ -89,8 +89,8 @@ def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:
     if verify != "full":
         return [fault for name, record in items for fault in _faults_of(folder / name, record, chunks=False)]
     with hashing_pool() as pool:
-        found = [_submit_chunks(pool, folder / name, record) for name, record in items]
-        return [fault for futures in found for future in futures for fault in future.result()]
+        tasks = [_submit_chunks(pool, folder / name, record) for name, record in items]
+        return [fault for futures in tasks for future in futures for fault in future.result()]
 
 
 def _submit_chunks(pool: ThreadPoolExecutor, path: Path, record: FileRecord) -> list[Any]:
@@ -118,7 +118,7 @@ def _faults_of(path: Path, record: FileRecord, chunks: bool) -> list[str]:
 
 def _chunk_faults(path: Path, record: FileRecord, first: int, end: int) -> list[str]:
     """What is wrong with the chunks ``[first, end)``; unlike a load, it goes on after the first."""
-    found: list[str] = []
+    faults: list[str] = []
     buffer = memoryview(bytearray(CHUNK_BYTES))
     try:
         with ChunkedFile(path, record) as file:
@@ -127,10 +127,10 @@ def _chunk_faults(path: Path, record: FileRecord, first: int, end: int) -> list[
                 try:
                     file.read_into(start, buffer[: min(CHUNK_BYTES, file.size - start)])
                 except CheckpointError as error:
-                    found.append(str(error))
+                    faults.append(str(error))
     except CheckpointError as error:
-        found.append(str(error))
-    return found
+        faults.append(str(error))
+    return faults
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -48,17 +48,17 @@ def folders(root: Path) -> list[tuple[int, str, Path]]:
     """``(step, suffix, path)`` of every folder of ours under ``root``, which may not exist."""
     if not root.is_dir():
         return []
-    found = [(parse_folder_name(path.name), path) for path in root.iterdir()]
-    return sorted((name[0], name[1], path) for name, path in found if name is not None)
+    named = [(parse_folder_name(path.name), path) for path in root.iterdir()]
+    return sorted((name[0], name[1], path) for name, path in named if name is not None)
 
 
 def committed(root: Path) -> dict[int, Path]:
     """The folder of every committed step, in ascending order of steps. Its content is not looked at."""
-    found: dict[int, Path] = {}
+    steps: dict[int, Path] = {}
     for step, suffix, path in folders(root):
-        if suffix == "" or (suffix == REPLACED and step not in found):
-            found[step] = path
-    return found
+        if suffix == "" or (suffix == REPLACED and step not in steps):
+            steps[step] = path
+    return steps
 
 
 def refuse_links(run: Path) -> None:

@@ -167,9 +167,9 @@ def _locate(file: TensorFile, source: TensorSlice, dtype: str) -> int:
     """First byte of a stored tensor slice, once the file's header agrees with the manifest about it."""
     stored = file.entries.get(source.key)
     if stored is None or stored.entry != Entry(source.key, dtype, source.shape):
-        found = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"
+        shown = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"
         raise CheckpointError(
-            f"{file.path}: holds {found} under {source.key}, the manifest says {dtype} {list(source.shape)}"
+            f"{file.path}: holds {shown} under {source.key}, the manifest says {dtype} {list(source.shape)}"
         )
     return stored.start
 
@@ -203,11 +203,11 @@ class _Rows:
     stride: int
 
 
-def _rows(whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[_Rows]:
+def _rows(global_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[_Rows]:
     """Where a block's elements lie in a row-major tensor, in the block's own row-major order."""
-    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    split = len(whole)  # dims from here on are taken whole, so they and the one before them are one run
-    while split > 0 and shape[split - 1] == whole[split - 1]:
+    strides = [prod(global_shape[dim + 1 :]) for dim in range(len(global_shape))]
+    split = len(global_shape)  # dims from here on are taken whole, so they and the one before them are one run
+    while split > 0 and shape[split - 1] == global_shape[split - 1]:
         split -= 1
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     run = prod(shape[max(split - 1, 0) :])
@@ -221,13 +221,13 @@ def _rows(whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ..
 
 
 def _read_block(
-    file: TensorFile, start: int, whole: tuple[int, ...], offsets: tuple[int, ...], block: torch.Tensor
+    file: TensorFile, start: int, global_shape: tuple[int, ...], offsets: tuple[int, ...], block: torch.Tensor
 ) -> None:
-    """Read the block at ``offsets`` of a stored tensor of shape ``whole``, whose data begins at byte ``start``."""
+    """Read the block at ``offsets`` of a stored tensor of that shape, whose data begins at byte ``start``."""
     item = block.element_size()
     target = byte_view(block)
     done = 0
-    for rows in _rows(whole, offsets, tuple(block.shape)):
+    for rows in _rows(global_shape, offsets, tuple(block.shape)):
         run_bytes, stride_bytes = rows.run * item, rows.stride * item
         position = start + rows.first * item
         if rows.count == 1 or stride_bytes - run_bytes >= MIN_GAP_BYTES:

@@ -39,14 +39,14 @@ class Held:
         return cls(str(kind), tensor_slice, tuple(global_shape), str(dtype))  # type: ignore[arg-type]
 
 
-def plan_files(held: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTensor]]:
+def plan_files(by_rank: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTensor]]:
     """Assign every tensor slice to the file of exactly one of the ranks that hold it, balancing bytes.
 
     The largest tensor slices are dealt first, each to the least loaded of its holders (the lowest rank of equals).
     Empty tensor slices of a tensor that is not empty (a rank without a shard) are left out.
 
     Args:
-        held: what each rank holds, in the order of ranks.
+        by_rank: what each rank holds, in the order of ranks.
 
     Returns:
         ``[kind][name]``: the manifest's tensors.
@@ -57,7 +57,7 @@ def plan_files(held: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTens
     """
     holders: dict[tuple[str, TensorSlice], list[int]] = {}
     facts: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
-    for rank, tensor_slices in enumerate(held):
+    for rank, tensor_slices in enumerate(by_rank):
         for item in tensor_slices:
             fact = (item.global_shape, item.dtype)
             agreed = facts.setdefault((item.kind, item.tensor_slice.name), fact)
@@ -74,12 +74,12 @@ def plan_files(held: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTens
                     f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} lists {item.tensor_slice.key} twice"
                 )
             ranks.append(rank)
-    writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in facts.items()}, len(held))
-    found: dict[tuple[str, str], list[tuple[TensorSlice, str]]] = {key: [] for key in facts}
+    writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in facts.items()}, len(by_rank))
+    tiles: dict[tuple[str, str], list[tuple[TensorSlice, str]]] = {key: [] for key in facts}
     for (kind, tensor_slice), rank in writers.items():
-        found[kind, tensor_slice.name].append((tensor_slice, tensor_file_name(kind, rank)))
+        tiles[kind, tensor_slice.name].append((tensor_slice, tensor_file_name(kind, rank)))
     tensors: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in KINDS}
-    for (kind, name), placed in sorted(found.items()):
+    for (kind, name), placed in sorted(tiles.items()):
         shape, dtype = facts[kind, name]
         fault = tiling_fault(shape, [tensor_slice for tensor_slice, _ in placed])
         if fault:

@@ -27,13 +27,15 @@ def kept(
         followed_before: a finite step followed each of ``steps`` below this one; None: each but the newest.
     """
     last = steps if keep_last == 0 else steps[-max(1, keep_last) :]
-    found = dict.fromkeys(last, "last")
+    reasons = dict.fromkeys(last, "last")
     for step in followed(steps, followed_before)[-1:]:
-        found.setdefault(step, "followed")
+        reasons.setdefault(step, "followed")
     if keep_every:
-        found.update({step: f"every {keep_every}" for step in steps if step % keep_every == 0 and step not in found})
-    found.update({step: "best" for step in best_steps if step in steps and step not in found})
-    return found
+        reasons.update(
+            {step: f"every {keep_every}" for step in steps if step % keep_every == 0 and step not in reasons}
+        )
+    reasons.update({step: "best" for step in best_steps if step in steps and step not in reasons})
+    return reasons
 
 
 def followed(steps: Sequence[int], before: int | None = None) -> Sequence[int]:

@@ -43,11 +43,11 @@ def _marked(root: Path) -> dict[int, str]:
     path = root / RUINED
     if not path.exists():
         return {}
-    found: dict[int, str] = {}
+    roots: dict[int, str] = {}
     committed = layout.committed(root)
     with suppress(CheckpointError, ValueError):  # a file that is damaged marks nothing
         for name, digest in as_object(parse(files.read_file(path, MAX_BYTES), str(path)), str(path)).items():
             step = int(name)
             if step in committed and read_manifest(committed[step]).root == as_text(digest, str(path)):
-                found[step] = digest
-    return found
+                roots[step] = digest
+    return roots

@@ -87,15 +87,15 @@ class Planner:
                 do not cover every tensor exactly once.
         """
         failed = _failure(root, step)
-        held: list[Held] = []
+        entries: list[Held] = []
 
         def digest() -> str:
-            held.extend(describe(model, optimizer))
-            return hashlib.sha256(canonical([item.to_json() for item in held])).hexdigest()
+            entries.extend(describe(model, optimizer))
+            return hashlib.sha256(canonical([item.to_json() for item in entries])).hexdigest()
 
         digests = together(digest, failed, group)
         if digests != self._digests:
-            replies = together(lambda: [item.to_json() for item in held], failed, group)
+            replies = together(lambda: [item.to_json() for item in entries], failed, group)
             self._plan = plan_files([[Held.from_json(item) for item in reply] for reply in replies])
             self._digests = digests
         return self._plan
@@ -179,7 +179,7 @@ def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> li
         ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has no known
             dtype.
     """
-    held: list[Held] = []
+    entries: list[Held] = []
     for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):
         for shard in shards:
             if tuple(shard.tensor.shape) != shard.tensor_slice.shape or shard.tensor.device.type == "meta":
@@ -187,8 +187,8 @@ def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> li
                     f"{shard.tensor_slice.key} of shape {list(shard.tensor_slice.shape)} is given a tensor of shape "
                     f"{list(shard.tensor.shape)} on {shard.tensor.device}"
                 )
-            held.append(Held(kind, shard.tensor_slice, tuple(shard.global_shape), dtype_name(shard.tensor)))
-    return held
+            entries.append(Held(kind, shard.tensor_slice, tuple(shard.global_shape), dtype_name(shard.tensor)))
+    return entries
 
 
 def write_files(

@@ -106,7 +106,7 @@ def resolve_source(
     steps = layout.committed(root)
     if not steps:
         raise CheckpointError(f"{key}={source}: holds no checkpoint; give another run's folder or a step-* folder")
-    found = newest_valid(root, on_corruption, verify)
-    if found is None:
+    newest = newest_valid(root, on_corruption, verify)
+    if newest is None:
         raise CheckpointError(f"{key}={source}: none of its {len(steps)} checkpoints is whole; give another run")
-    return found.path
+    return newest.path

@@ -34,12 +34,12 @@ def parse(data: bytes, where: str) -> Any:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         seen: set[str] = set()
         double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {double[:80]!r} stands there twice")
-    return found
+    return content
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -72,8 +72,8 @@ def tiling_fault(global_shape: Sequence[int], tensor_slices: Sequence[TensorSlic
             return f"{tensor_slice.key} does not have the {len(global_shape)} dimensions of the tensor"
         for offset, size, limit in zip(tensor_slice.offsets, tensor_slice.shape, global_shape, strict=True):
             if offset < 0 or size < 0 or offset + size > limit:
-                held = f"{tensor_slice.key} of shape {list(tensor_slice.shape)}"
-                return f"{held} leaves the tensor of shape {list(global_shape)}"
+                described = f"{tensor_slice.key} of shape {list(tensor_slice.shape)}"
+                return f"{described} leaves the tensor of shape {list(global_shape)}"
     if 0 not in global_shape and not all(tensor_slice.volume for tensor_slice in tensor_slices):
         return f"one of its {len(tensor_slices)} slices holds nothing"
     try:

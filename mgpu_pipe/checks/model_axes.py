@@ -139,17 +139,17 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
 
 def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:
     """Axes that talk in every layer and whose ranks are not all on one node of ``devices``: key, and what is wrong."""
-    found = []
+    axes = []
     # Ranks of tp follow one another; those of ep do too, with context-parallel ones in between.
     for axis, span in (("tp", dims.tp), ("ep", dims.ep * dims.cp)):
         size = getattr(dims, axis)
         if size > 1 and devices % span:
             product = "" if span == size else f" x cp={dims.cp}"
-            found.append(
+            axes.append(
                 (
                     f"strategy.{axis}",
                     f"groups of {axis}={size}{product} reach across nodes of {devices} "
                     f"devices, and exchange activations in every layer; a divisor of {devices} stays inside",
                 )
             )
-    return found
+    return axes

@@ -47,7 +47,7 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if target == MUON and plain:
         return []
     if name in ELEMENTWISE and plain:
-        found: Findings = {"scope": "element", "in_place": True, "state_at_start": name in STATE_AT_START}
+        findings: Findings = {"scope": "element", "in_place": True, "state_at_start": name in STATE_AT_START}
     else:
         given = {
             "target": target,
@@ -56,21 +56,21 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
             "options": optimizer.options,
             "cuda": device_type(config) == "cuda",
         }
-        found = _tried(json.dumps(given))
-    if found.get("refusal") is not None:
-        return [_refusal(config, found)]
+        findings = _tried(json.dumps(given))
+    if findings.get("refusal") is not None:
+        return [_refusal(config, findings)]
     if target == MUON:  # it puts together what is cut
         return []
-    return [*_scope_errors(config, dims, str(found["scope"])), *_zero_errors(config, name, found)]
+    return [*_scope_errors(config, dims, str(findings["scope"])), *_zero_errors(config, name, findings)]
 
 
 def torchs_own(target: str) -> str | None:
     """The name of one of torch's own optimizers, by whatever path it is named; None for others."""
     try:
-        found = find_class(target)
+        cls = find_class(target)
     except (NoSuchName, NotAClass, Unknown):
         return None
-    return found.name if found.module.startswith("torch.optim.") else None
+    return cls.name if cls.module.startswith("torch.optim.") else None
 
 
 def _is_plain(option: str, value: object) -> bool:
@@ -102,17 +102,17 @@ def _tried(given: str) -> Findings:
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return {"refusal": f"trying it on a tiny tensor failed: {last}"}
-    found: Findings = json.loads(lines[-1])
-    return found
+    findings: Findings = json.loads(lines[-1])
+    return findings
 
 
-def _refusal(config: RunConfig, found: Findings) -> ConfigError:
-    option, target = found.get("option"), config.optimizer._target_
+def _refusal(config: RunConfig, findings: Findings) -> ConfigError:
+    option, target = findings.get("option"), config.optimizer._target_
     if option is None:
-        return ConfigError(KEY, target, "use another optimizer, or correct optimizer.options", str(found["refusal"]))
-    default = f" (the default is {found['default']})" if found.get("default") else ""
+        return ConfigError(KEY, target, "use another optimizer, or correct optimizer.options", str(findings["refusal"]))
+    default = f" (the default is {findings['default']})" if findings.get("default") else ""
     key = f"optimizer.options.{option}"
-    reason = f"{target} refuses it: {found['refusal']}"
+    reason = f"{target} refuses it: {findings['refusal']}"
     return ConfigError(key, config.optimizer.options[option], f"correct it, or leave it out{default}", reason)
 
 
@@ -132,14 +132,14 @@ def _scope_errors(config: RunConfig, dims: ParallelDims, scope: str) -> list[Con
     return [ConfigError(KEY, target, f"use strategy=ddp, or {ADAMW}", reason)]
 
 
-def _zero_errors(config: RunConfig, name: str | None, found: Findings) -> list[ConfigError]:
+def _zero_errors(config: RunConfig, name: str | None, findings: Findings) -> list[ConfigError]:
     """What DeepSpeed cannot do, which gives the optimizer flat tensors of its own once that is built."""
     if config.strategy.engine != ENGINE:
         return []
     target, fix = config.optimizer._target_, f"use strategy=fsdp, or {ADAMW}"
-    if not found["in_place"]:
+    if not findings["in_place"]:
         return [ConfigError(KEY, target, fix, "it replaces the parameters' tensors, which DeepSpeed shares")]
-    if found["state_at_start"] and (name not in STATE_AT_START or config.strategy.offload == "nvme"):
+    if findings["state_at_start"] and (name not in STATE_AT_START or config.strategy.offload == "nvme"):
         reason = "its constructor makes the state, of the parameters and not of DeepSpeed's parts of them"
         return [ConfigError(KEY, target, fix, reason)]
     return []

@@ -46,13 +46,13 @@ def pipeline_errors(
         fix, reason = f"use 1; the axes for it are {axes_of(model_type)}", f"{model_type} cannot be cut into stages"
         errors.append(ConfigError("strategy.pp", pp, fix, reason))
     traits = SCHEDULES[schedule]
-    whole = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
+    alternatives = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
     if compile_model and traits.splits_backward:
         errors.append(
             ConfigError(
                 "model.compile",
                 True,
-                f"use false, or {SCHEDULE_KEY}={whole}",
+                f"use false, or {SCHEDULE_KEY}={alternatives}",
                 f"{schedule} computes gradients of inputs and weights apart, which torch refuses to do with "
                 "compiled modules",
             )
@@ -62,7 +62,7 @@ def pipeline_errors(
             ConfigError(
                 "strategy.activation_checkpointing",
                 checkpointing,
-                f"use full or none, or {SCHEDULE_KEY}={whole}",
+                f"use full or none, or {SCHEDULE_KEY}={alternatives}",
                 f"{schedule} goes back through a block twice, which torch refuses where it is kept in part",
             )
         )

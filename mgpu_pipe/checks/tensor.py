@@ -92,8 +92,8 @@ def _limits(fields: Mapping[str, Any], model_type: str) -> Iterable[tuple[str, C
         yield f"the vocabulary has {vocabulary} tokens", lambda size: size <= vocabulary
 
 
-def _divides(whole: int) -> Callable[[int], bool]:
-    return lambda size: whole % size == 0
+def _divides(number: int) -> Callable[[int], bool]:
+    return lambda size: number % size == 0
 
 
 def _widths(fields: Mapping[str, Any], cut: set[str], own: bool) -> Iterable[tuple[str, int]]:

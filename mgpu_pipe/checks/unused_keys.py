@@ -17,12 +17,12 @@ SIZES = tuple(ParallelDims().as_dict())
 
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     """Such keys, each with why; a sweep over strategies may well set them."""
-    found = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config)]
+    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config)]
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
-        found.append(("run.root", "run.dir says where the run is"))
+        unused.append(("run.root", "run.dir says where the run is"))
     if config.strategy.engine in ENGINES:  # a plug-in's may read any
-        found += _strategy(config)
-    return found
+        unused += _strategy(config)
+    return unused
 
 
 def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:

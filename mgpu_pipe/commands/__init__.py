@@ -38,8 +38,8 @@ def verb_names() -> list[str]:
 def find_verb(name: str) -> Verb:
     """The verb of one of :func:`verb_names`."""
     module = next(module.name for module in pkgutil.iter_modules(__path__) if module.name.rstrip("_") == name)
-    found: Verb = importlib.import_module(f"{__name__}.{module}").VERB
-    return found
+    verb: Verb = importlib.import_module(f"{__name__}.{module}").VERB
+    return verb
 
 
 def takes_nothing(verb: str, description: str, words: list[str]) -> bool:

@@ -81,8 +81,8 @@ def _list(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.tables import relative_to_cwd
 
     folder = named_or_newest(arguments.folder, arguments.root, saved=True)
-    root, found = inventory.steps_under(folder)
-    steps = [inventory.inspect_step(step, path, "size") for step, path in found.items()]
+    root, folders = inventory.steps_under(folder)
+    steps = [inventory.inspect_step(step, path, "size") for step, path in folders.items()]
     settings = _settings(steps)
     taken = next((one.step for one in reversed(steps) if one.whole and not one.ruined), None)
     taken = taken if taken is not None else next((one.step for one in reversed(steps) if one.whole), None)
@@ -92,7 +92,7 @@ def _list(arguments: argparse.Namespace) -> int:
     remarks = [f"* taken by checkpoint.resume=auto, {root}"] if taken is not None else []
     if taken is None:
         remarks.append(f"checkpoint.resume=auto takes none of them, {root}")
-    if len(found) > 1 or root.name == "checkpoints":
+    if len(folders) > 1 or root.name == "checkpoints":
         remarks += [f"{relative_to_cwd(path)}: unfinished, taken by nothing" for path in inventory.leftovers(root)]
     lines("", *remarks)
     return _report_damage(steps)
@@ -102,9 +102,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoint_tables import lines
     from mgpu_pipe.report.tables import relative_to_cwd
 
-    _, found = inventory.steps_under(named_or_newest(arguments.folder, arguments.root, saved=True))
+    _, folders = inventory.steps_under(named_or_newest(arguments.folder, arguments.root, saved=True))
     steps = []
-    for step, path in found.items():
+    for step, path in folders.items():
         one = inventory.inspect_step(step, path, "full" if arguments.full else "size")
         steps.append(one)
         files = f"{one.nbytes:,} bytes {'read' if arguments.full else 'in files of the right sizes'}"
@@ -151,8 +151,8 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _one_step(folder: Path) -> Step:
     """The step that is named, or the newest whole one of a run."""
-    _, found = inventory.steps_under(folder)
-    for step, path in reversed(found.items()):
+    _, folders = inventory.steps_under(folder)
+    for step, path in reversed(folders.items()):
         one = inventory.inspect_step(step, path, "size")
         if one.whole:
             return one
@@ -163,11 +163,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.report.checkpoint_tables import checkpoints_table, lines
 
     folder = named_or_newest(arguments.folder, arguments.root, saved=True)
-    root, found = inventory.steps_under(folder)
-    if folder.expanduser() in found.values():
+    root, folders = inventory.steps_under(folder)
+    if folder.expanduser() in folders.values():
         raise RunFolderError(f"{folder}: is one step; give the run's folder")
     with _held(root) if arguments.yes else nullcontext():
-        steps = _with_newest_proved(found)
+        steps = _with_newest_proved(folders)
         if not any(one.whole for one in steps):
             raise CheckpointError(f"{root}: none of its checkpoints is whole, so none is deleted")
         settings = _settings(steps)
@@ -187,13 +187,13 @@ def _prune(arguments: argparse.Namespace) -> int:
     return _report_damage(steps)
 
 
-def _with_newest_proved(found: dict[int, Path]) -> list[Step]:
+def _with_newest_proved(folders: dict[int, Path]) -> list[Step]:
     """All steps, ascending; the newest that count as whole have had every byte read, for the others may go for them:
     the newest, and the one before it, which a finite step followed.
     """
     steps: list[Step] = []
     proved = 0
-    for step, path in reversed(found.items()):
+    for step, path in reversed(folders.items()):
         one = inventory.inspect_step(step, path, "size" if proved == 2 else "full")
         proved += one.whole and not one.ruined
         steps.append(one)
@@ -226,13 +226,13 @@ def _settings(steps: Sequence[Step]) -> CheckpointConfig:
 
 
 def _kept(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str]:
-    whole = [one for one in steps if one.whole and not one.ruined]
-    proved = followed([one.step for one in whole])
-    values = {one.step: one.metric(settings.best_metric) for one in whole if one.step in proved}
+    usable = [one for one in steps if one.whole and not one.ruined]
+    proved = followed([one.step for one in usable])
+    values = {one.step: one.metric(settings.best_metric) for one in usable if one.step in proved}
     objective = next((one.config.get("objective") for one in reversed(steps) if one.config), None)
     name = objective.get("name") if isinstance(objective, Mapping) else None
     ranked = best(values, settings.keep_best, higher_is_better(str(name), settings.best_metric))
-    return kept([one.step for one in whole], settings.keep_last, settings.keep_every, ranked)
+    return kept([one.step for one in usable], settings.keep_last, settings.keep_every, ranked)
 
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {

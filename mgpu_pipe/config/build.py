@@ -67,19 +67,19 @@ def resolve_target(node: Mapping[str, Any], base: type | str, key: str) -> tuple
         raise ConfigErrors([ConfigError(where, target, f"give the dotted path of a subclass of {wanted}")])
     errors = _nested_errors(node, key)
     try:
-        found = _imported(target, where, wanted)
+        cls = _imported(target, where, wanted)
         base_class = _imported(base, where, wanted) if isinstance(base, str) else base
     except ConfigError as error:
         raise ConfigErrors([error, *errors]) from error
-    if not issubclass(found, base_class):
+    if not issubclass(cls, base_class):
         errors.insert(0, _not_a_subclass(where, target, wanted))
     arguments = {name: value for name, value in node.items() if name != TARGET}
-    signature = _inspected(found)
+    signature = _inspected(cls)
     if not errors and signature is not None:
         errors += _argument_errors(signature, list(arguments), node, target, key, signature.required)
     if errors:
         raise ConfigErrors(errors)
-    return found, arguments
+    return cls, arguments
 
 
 def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> Any:
@@ -91,15 +91,15 @@ def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> 
     Raises:
         ConfigErrors: as :func:`resolve_target`; and where the constructor itself refuses its arguments.
     """
-    found, arguments = resolve_target(node, base, key)
-    signature = _inspected(found)
+    cls, arguments = resolve_target(node, base, key)
+    signature = _inspected(cls)
     taken = {
         name: value
         for name, value in extra.items()
         if signature is None or signature.takes_any_keyword or name in signature.names
     }
     try:
-        return found(**(taken | arguments))
+        return cls(**(taken | arguments))
     except (TypeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         fix = f"correct its arguments ({reason})"
@@ -115,8 +115,8 @@ def check_class(target: str, base: str, where: str) -> Signature | None:
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         raise ConfigError(where, target, f"give the whole dotted path of a subclass of {base}")
     try:
-        found = source_class.find_class(target)
-        inherits = source_class.is_subclass(found, source_class.find_class(base))
+        cls = source_class.find_class(target)
+        inherits = source_class.is_subclass(cls, source_class.find_class(base))
     except NotAClass as error:
         raise ConfigError(where, target, f"use a subclass of {base}", f"this is {error}, not a class") from error
     except NoSuchName as error:
@@ -126,17 +126,17 @@ def check_class(target: str, base: str, where: str) -> Signature | None:
     if not inherits:
         raise _not_a_subclass(where, target, base)
     try:
-        return source_class.signature(found)
+        return source_class.signature(cls)
     except Unknown:
         return None
 
 
 def _judge_imported(target: str, base: str, where: str) -> Signature | None:
     """Source did not tell: import the module, look at the class."""
-    found = _imported(target, where, base)
-    if not issubclass(found, _imported(base, where, base)):
+    cls = _imported(target, where, base)
+    if not issubclass(cls, _imported(base, where, base)):
         raise _not_a_subclass(where, target, base)
-    return _inspected(found)
+    return _inspected(cls)
 
 
 def _imported(target: str, where: str, base: str) -> type:
@@ -147,26 +147,26 @@ def _imported(target: str, where: str, base: str) -> type:
         if source_class.find_module(module_name) is None:
             continue
         try:
-            found: Any = importlib.import_module(module_name)
+            value: Any = importlib.import_module(module_name)
         except ImportError as error:
             reason = f"module {module_name} cannot be imported ({error})"
             raise ConfigError(where, target, "install what it needs or correct the path", reason) from error
         for index, part in enumerate(parts[length:]):
-            if not hasattr(found, part):
-                options = [name for name in vars(found) if not name.startswith("_")]
+            if not hasattr(value, part):
+                options = [name for name in vars(value) if not name.startswith("_")]
                 raise _missing(where, target, NoSuchName(f"{'.'.join(parts[: length + index])} has no {part}", options))
-            found = getattr(found, part)
-            if not isinstance(found, type):
-                kind = "a module" if inspect.ismodule(found) else "a function" if callable(found) else "a value"
+            value = getattr(value, part)
+            if not isinstance(value, type):
+                kind = "a module" if inspect.ismodule(value) else "a function" if callable(value) else "a value"
                 raise ConfigError(where, target, f"use a subclass of {base}", f"this is {kind}, not a class")
-        return found
+        return value
     raise _missing(where, target, NoSuchName(f"there is no module {parts[0]}", []))
 
 
-def _inspected(found: type) -> Signature | None:
+def _inspected(cls: type) -> Signature | None:
     """The constructor's parameters; None where Python cannot tell them (compiled classes)."""
     try:
-        parameters = list(inspect.signature(found).parameters.values())
+        parameters = list(inspect.signature(cls).parameters.values())
     except (TypeError, ValueError):
         return None
     named = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]

@@ -176,7 +176,7 @@ def _list(hint: Any, value: Any, key: str, errors: Errors) -> Any:
 
 def _mapping(value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, Any]:
     """A free-form mapping: any plain values, text keys, nothing missing."""
-    found: dict[str, Any] = {}
+    converted: dict[str, Any] = {}
     for name, item in value.items():
         where = _join(key, name)
         if not isinstance(name, str):
@@ -184,8 +184,8 @@ def _mapping(value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, An
         elif isinstance(item, str) and item == MISSING:
             errors.append(ConfigError(where, item, f"write {where}=<value>", "must be given"))
         else:
-            found[name] = _mapping(item, where, errors) if isinstance(item, Mapping) else item
-    return found
+            converted[name] = _mapping(item, where, errors) if isinstance(item, Mapping) else item
+    return converted
 
 
 def _refuse(hint: Any, value: Any, key: str, errors: Errors) -> Any:

@@ -20,15 +20,15 @@ def field_documentation() -> dict[tuple[str, str], str]:
     ]
     files = dict.fromkeys(map(inspect.getfile, classes))
     nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
-    found: dict[tuple[str, str], str] = {}
+    texts: dict[tuple[str, str], str] = {}
     for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         for field, after in zip(node.body, node.body[1:], strict=False):
             is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-                found[node.name, field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
-    return found
+                texts[node.name, field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return texts
 
 
 def class_documentation(cls: type) -> str:

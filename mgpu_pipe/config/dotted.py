@@ -8,11 +8,11 @@ from typing import Any
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The leaves of nested mappings by dotted path; lists and empty mappings are leaves."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found.update(leaves(value, f"{path}."))
+            flat.update(leaves(value, f"{path}."))
         else:
-            found[path] = value
-    return found
+            flat[path] = value
+    return flat

@@ -116,7 +116,7 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
     Raises:
         ConfigErrors, BadInputError: the sweep itself cannot be composed.
     """
-    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra, ExitStack() as held:
+    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra, ExitStack() as stack:
         good, errors = compose.preprocess(hydra, parsed.overrides, _name(parsed), multirun=True)
         if errors:
             raise ConfigErrors(errors)
@@ -138,7 +138,7 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
 
         own = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
         if not keep:
-            own.append(f"hydra.sweep.dir={held.enter_context(TemporaryDirectory(prefix='mgpu-pipe-sweep-'))}")
+            own.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory(prefix='mgpu-pipe-sweep-'))}")
         with compose.composition_errors():
             hydra.multirun(config_name=_name(parsed), task_function=task, overrides=[*good, *own])
 
@@ -148,13 +148,13 @@ def _swept(overrides: list[str], sweeper: DictConfig, loader: ConfigLoader) -> d
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for override in OverridesParser.create(config_loader=loader).parse_overrides([*given, *overrides]):
-        found.pop(override.key_or_group, None)  # the last one counts
+        counts.pop(override.key_or_group, None)  # the last one counts
         if override.is_sweep_override():
             listed = override.is_discrete_sweep() and sweeper._target_.endswith(".BasicSweeper")
-            found[override.key_or_group] = len(list(override.sweep_string_iterator())) if listed else 0
-    return found
+            counts[override.key_or_group] = len(list(override.sweep_string_iterator())) if listed else 0
+    return counts
 
 
 def _flags(parsed: argparse.Namespace) -> list[str]:
@@ -164,8 +164,8 @@ def _flags(parsed: argparse.Namespace) -> list[str]:
         ("--config-path", parsed.config_path),
         ("--config-name", parsed.config_name),
     )
-    found = [word for flag, value in named if value for word in (flag, value)]
-    return [*found, *(item for item in parsed.overrides if item.lstrip("+").startswith("hydra.searchpath="))]
+    flags = [word for flag, value in named if value for word in (flag, value)]
+    return [*flags, *(item for item in parsed.overrides if item.lstrip("+").startswith("hydra.searchpath="))]
 
 
 def _no_job(config: DictConfig) -> None:

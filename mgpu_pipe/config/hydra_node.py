@@ -224,7 +224,7 @@ def _plugins(base: str) -> set[str]:
     from hydra.plugins.sweeper import Sweeper
 
     kind: Any = Launcher if base == PLUGIN_BASES["launcher"] else Sweeper
-    return {f"{found.__module__}.{found.__name__}" for found in Plugins.instance().discover(kind)}
+    return {f"{plugin.__module__}.{plugin.__name__}" for plugin in Plugins.instance().discover(kind)}
 
 
 def _logging_errors(name: str, raw: object, loader: Any) -> Iterator[BadInputError]:
@@ -262,11 +262,11 @@ _NOTHING = object()
 def _setting_errors(node: DictConfig) -> Iterator[BadInputError]:
     for name, harmless in TYPED_ALONE.items():
         try:
-            found = OmegaConf.select(node, name)
+            setting = OmegaConf.select(node, name)
         except OmegaConfBaseException as error:
             yield _written_out(f"hydra.{name}", str(error).splitlines()[0])
             continue
-        value: Any = OmegaConf.to_container(found, resolve=False) if isinstance(found, Container) else found
+        value: Any = OmegaConf.to_container(setting, resolve=False) if isinstance(setting, Container) else setting
         if any(value == one and type(value) is type(one) for one in harmless):
             continue
         for key in leaves({name: value}, "hydra."):  # the values may be those of the environment
@@ -334,14 +334,14 @@ class _Provided:
         for name in source.list(group, ObjectType.GROUP):
             self._read(source, f"{group}/{name}")
         for name in source.list(group, ObjectType.CONFIG):
-            held: Any = OmegaConf.to_container(source.load_config(f"{group}/{name}").config, resolve=False)
-            if not isinstance(held, Mapping):
+            content: Any = OmegaConf.to_container(source.load_config(f"{group}/{name}").config, resolve=False)
+            if not isinstance(content, Mapping):
                 continue
-            self.classes.update(target for _, target in _targets(held, ""))
-            self.interpolations.update(text for _, text in _interpolations(held, ()))
+            self.classes.update(target for _, target in _targets(content, ""))
+            self.interpolations.update(text for _, text in _interpolations(content, ()))
             kind = group.removeprefix("hydra/")
             if kind in self.logging:
-                self.logging[kind].append({key: value for key, value in held.items() if key != "defaults"})
+                self.logging[kind].append({key: value for key, value in content.items() if key != "defaults"})
 
 
 _provided_by: dict[int, tuple[Any, _Provided]] = {}

@@ -58,13 +58,13 @@ def plain_values(config: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]
 
 def _plain(node: DictConfig | ListConfig, path: str, errors: list[ConfigError]) -> Any:
     keys: Iterator[Any] = iter(node.keys()) if isinstance(node, DictConfig) else iter(range(len(node)))
-    found = {}
+    plain = {}
     for key in keys:
         if not path and key == HYDRA_NODE:
             continue
         where = f"{path}.{key}" if path else str(key)
         if OmegaConf.is_missing(node, key):
-            found[key] = MISSING
+            plain[key] = MISSING
             continue
         try:
             value = node[key]
@@ -73,8 +73,8 @@ def _plain(node: DictConfig | ListConfig, path: str, errors: list[ConfigError]) 
             reason = str(error).strip().splitlines()[0].removeprefix("KeyError raised while resolving interpolation: ")
             errors.append(ConfigError(where, raw, "correct the interpolation or set what it names", reason.strip('"')))
             continue
-        found[key] = _plain(value, where, errors) if isinstance(value, DictConfig | ListConfig) else value
-    return found if isinstance(node, DictConfig) else list(found.values())
+        plain[key] = _plain(value, where, errors) if isinstance(value, DictConfig | ListConfig) else value
+    return plain if isinstance(node, DictConfig) else list(plain.values())
 
 
 def _mark_environment(values: dict[str, Any], config: DictConfig) -> None:
@@ -125,7 +125,7 @@ def escaped(value: Any) -> Any:
     if isinstance(value, EnvironmentText):
         return value.interpolation
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: "\\" * (2 * len(found[1]) + 1) + "${", value)
+        return re.sub(r"(\\*)\$\{", lambda match: "\\" * (2 * len(match[1]) + 1) + "${", value)
     if isinstance(value, Mapping):
         return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -135,4 +135,4 @@ def escaped(value: Any) -> Any:
 
 def unescaped(text: str) -> str:
     """A text as :func:`escaped` was given it; an interpolation in it stays as it is written."""
-    return re.sub(r"(\\+)\$\{", lambda found: "\\" * (len(found[1]) // 2) + "${", text)
+    return re.sub(r"(\\+)\$\{", lambda match: "\\" * (len(match[1]) // 2) + "${", text)

@@ -138,8 +138,8 @@ def first_host(node_list: str) -> str:
 
 def tasks_per_node(text: str) -> list[int]:
     """SLURM's run-length form: ``2(x3),1`` gives ``[2, 2, 2, 1]``."""
-    found: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.partition("(x")
-        found += [int(count)] * int(times.rstrip(")") or 1)
-    return found
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return counts

@@ -137,14 +137,14 @@ def _part(config: RunConfig, kinds: Iterable[Kind]) -> dict[str, Any]:
     wanted = tuple(kinds)
 
     def walk(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
             if isinstance(value, dict) and (key not in KINDS or _has_entries_below(key)):
-                found.update(walk(value, f"{key}."))
+                values.update(walk(value, f"{key}."))
             elif kind_of(key) in wanted:
-                found[key] = value
-        return found
+                values[key] = value
+        return values
 
     return walk(to_plain(config), "")
 

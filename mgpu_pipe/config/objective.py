@@ -106,11 +106,11 @@ def description(name: str) -> Description:
     """
     group = plugins.OBJECTIVE_KEYS_GROUP
     if name not in plugins.OBJECTIVES and name in plugins.registered(group):
-        found = plugins.load("objective.name", name, group)
-        if not isinstance(found, Description):
+        loaded = plugins.load("objective.name", name, group)
+        if not isinstance(loaded, Description):
             fix = f"register a {Description.__module__}.Description in {group}"
-            raise ConfigError("objective.name", name, fix, f"what is registered there is a {type(found).__name__}")
-        return found
+            raise ConfigError("objective.name", name, fix, f"what is registered there is a {type(loaded).__name__}")
+        return loaded
     built_in = name if name in plugins.OBJECTIVES else plugins.OBJECTIVES[0]
     result: Description = import_module(f"mgpu_pipe.objectives.{built_in}_keys").DESCRIPTION
     return result

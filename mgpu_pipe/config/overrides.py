@@ -49,7 +49,7 @@ def check_overrides(
     groups = _groups(lookup)
     good: list[str] = []
     errors: list[BadInputError] = []
-    for argument in (leaf for whole in arguments for leaf in _leaves(parser, whole)):
+    for argument in (leaf for given in arguments for leaf in _leaves(parser, given)):
         try:
             override = parser.parse_override(argument)
         except HydraException as error:

@@ -83,7 +83,7 @@ def check_folder(folder: Path, largest_json: int = MAX_JSON_BYTES, depth: int = 
     Raises:
         NotPlainError: names the first thing that is not.
     """
-    for entry in sorted(os.scandir(folder), key=lambda found: found.name):
+    for entry in sorted(os.scandir(folder), key=lambda item: item.name):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             if depth:

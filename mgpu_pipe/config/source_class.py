@@ -78,20 +78,20 @@ def find_class(dotted: str) -> SourceClass:
     raise NoSuchName(f"there is no module {parts[0]}", [])
 
 
-def is_subclass(found: SourceClass, base: SourceClass, depth: int = 0) -> bool:
-    """Whether ``found`` is ``base`` or inherits from it.
+def is_subclass(cls: SourceClass, base: SourceClass, depth: int = 0) -> bool:
+    """Whether ``cls`` is ``base`` or inherits from it.
 
     Raises:
         Unknown: no known base class is it, and one of them cannot be followed.
     """
-    if found == base:
+    if cls == base:
         return True
     if depth > MAX_DEPTH:
-        raise Unknown(f"too many base classes below {found.module}.{found.name}")
+        raise Unknown(f"too many base classes below {cls.module}.{cls.name}")
     lost: Unknown | None = None
-    for name in _base_names(found):
+    for name in _base_names(cls):
         try:
-            if is_subclass(_in_module(found.module, name, depth), base, depth + 1):
+            if is_subclass(_in_module(cls.module, name, depth), base, depth + 1):
                 return True
         except Unknown as error:
             lost = error
@@ -110,23 +110,23 @@ def inherits(target: str, base: str) -> bool:
         return False
 
 
-def signature(found: SourceClass, depth: int = 0) -> Signature:
+def signature(cls: SourceClass, depth: int = 0) -> Signature:
     """The constructor's parameters: its own ``__init__``'s, else the first base's that has one.
 
     Raises:
         Unknown: a base class that cannot be followed, a dataclass, or a metaclass's or ``__new__``'s doing.
     """
-    node = found.node
+    node = cls.node
     for statement in _statements(node.body):
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
             return _of_arguments(statement.args)
         if isinstance(statement, ast.FunctionDef) and statement.name == "__new__":
-            raise Unknown(f"{found.module}.{found.name} has a __new__")
+            raise Unknown(f"{cls.module}.{cls.name} has a __new__")
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list) or depth > MAX_DEPTH:
-        raise Unknown(f"{found.module}.{found.name} has a generated constructor")
-    for name in _base_names(found):
+        raise Unknown(f"{cls.module}.{cls.name} has a generated constructor")
+    for name in _base_names(cls):
         try:
-            inherited = signature(_in_module(found.module, name, 0), depth + 1)
+            inherited = signature(_in_module(cls.module, name, 0), depth + 1)
         except (NoSuchName, NotAClass) as error:
             raise Unknown(str(error)) from error
         if inherited.names or inherited.takes_any_keyword:
@@ -286,10 +286,10 @@ def _in_module(module: str, expression: str, depth: int) -> SourceClass:
     raise Unknown(f"{expression} in {module}")
 
 
-def _base_names(found: SourceClass) -> list[str]:
+def _base_names(cls: SourceClass) -> list[str]:
     """The bases of a class as dotted expressions; ``Generic[T]`` without its parameters."""
     names = []
-    for base in found.node.bases:
+    for base in cls.node.bases:
         plain = base.value if isinstance(base, ast.Subscript) else base
         if isinstance(plain, ast.Name | ast.Attribute) and ast.unparse(plain) != "object":
             names.append(ast.unparse(plain))

@@ -14,8 +14,8 @@ def nearest(word: str, options: Iterable[str], cutoff: float = CUTOFF) -> str | 
     """The option most like ``word``, or None where none is like it."""
     if len(word) > LONGEST_WORD:
         return None
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    close = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    return close[0] if close else None
 
 
 def choose_from(word: str, options: Iterable[str], listed: int = 24) -> str:
@@ -48,9 +48,9 @@ def nearest_key(path: str, keys: Iterable[str]) -> str | None:
     same_word = [key for key in known if key.rpartition(".")[2] == last]
     if same_word:
         return nearest(path, same_word, cutoff=0.0)
-    whole = nearest(path, known, cutoff=0.8)
-    if whole:
-        return whole
+    nearest_path = nearest(path, known, cutoff=0.8)
+    if nearest_path:
+        return nearest_path
     words = {key.rpartition(".")[2]: key for key in known}
     close = nearest(last, words, cutoff=0.75)
     return words[close] if close else None

@@ -55,7 +55,7 @@ def package_folder() -> Path | None:
 def auto_mapping(name: str) -> dict[str, str]:
     """A table of ``transformers.models.auto`` such as ``CONFIG_MAPPING_NAMES``: model_type -> class or module."""
     folder = package_folder()
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     for file in ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py"):
         path = folder / "models" / "auto" / file if folder else None
         if path is None or not path.is_file():
@@ -64,10 +64,10 @@ def auto_mapping(name: str) -> dict[str, str]:
         table = rf"^{name}\b(?:[^\n=]*=\s*OrderedDict|\.update)\((.*?)^\)"
         for match in re.finditer(table, text, re.MULTILINE | re.DOTALL):
             for key, value, other_key, other_value in PAIR.findall(match.group(1)):
-                found[key or other_key] = value or other_value
+                mapping[key or other_key] = value or other_value
         for match in re.finditer(rf"^{name} = OrderedDict\(\*\*\{{\"([^\"]+)\": \"([^\"]+)\"\}}", text, re.MULTILINE):
-            found[match.group(1)] = match.group(2)
-    return found
+            mapping[match.group(1)] = match.group(2)
+    return mapping
 
 
 @lru_cache(maxsize=16)
@@ -76,10 +76,10 @@ def config_class(model_type: str) -> ConfigClass | None:
     folder, place = package_folder(), _place(model_type)
     if folder is None or place is None:
         return None
-    found = _read_class(*place, folder)
+    cls = _read_class(*place, folder)
     looked_up = _undeclared(place[0].with_name(place[0].name.replace("configuration_", "modeling_")))
-    found.keywords |= looked_up - found.computed
-    return found
+    cls.keywords |= looked_up - cls.computed
+    return cls
 
 
 def class_statement(model_type: str) -> ast.ClassDef | None:
@@ -135,30 +135,28 @@ def _class_node(file: Path, class_name: str) -> ast.ClassDef | None:
 
 
 def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:
-    found = ConfigClass()
+    cls = ConfigClass()
     node = _class_node(file, class_name)
     if node is None:
-        return found
+        return cls
     for base in node.bases:
         if isinstance(base, ast.Name):
-            _merge(found, _read_base(file, base.id, folder))
+            _merge(cls, _read_base(file, base.id, folder))
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
             if "ClassVar" not in ast.unparse(item.annotation):
-                found.annotations[item.target.id] = item.annotation
-                found.defaults[item.target.id] = _literal_default(item.value)
+                cls.annotations[item.target.id] = item.annotation
+                cls.defaults[item.target.id] = _literal_default(item.value)
         elif isinstance(item, ast.Assign):
-            _read_attribute_map(item, found)
+            _read_attribute_map(item, cls)
         elif isinstance(item, ast.FunctionDef):
-            _read_method(item, found)
+            _read_method(item, cls)
     rope_shorthands = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-    found.keywords = (
-        found.keywords | rope_shorthands
-        if "rope_parameters" in found.annotations
-        else (found.keywords - rope_shorthands)
+    cls.keywords = (
+        cls.keywords | rope_shorthands if "rope_parameters" in cls.annotations else (cls.keywords - rope_shorthands)
     )
-    found.keywords = {name for name in found.keywords if not name.startswith("_")} - {"self", "kwargs"}
-    return found
+    cls.keywords = {name for name in cls.keywords if not name.startswith("_")} - {"self", "kwargs"}
+    return cls
 
 
 def _undeclared(modeling: Path) -> set[str]:
@@ -190,19 +188,19 @@ def _merge(into: ConfigClass, other: ConfigClass) -> None:
     into.computed |= other.computed
 
 
-def _read_attribute_map(item: ast.Assign, found: ConfigClass) -> None:
+def _read_attribute_map(item: ast.Assign, cls: ConfigClass) -> None:
     target = item.targets[0]
     if isinstance(target, ast.Name) and target.id == "attribute_map" and isinstance(item.value, ast.Dict):
-        found.attribute_map.update(ast.literal_eval(item.value))
+        cls.attribute_map.update(ast.literal_eval(item.value))
 
 
-def _read_method(item: ast.FunctionDef, found: ConfigClass) -> None:
+def _read_method(item: ast.FunctionDef, cls: ConfigClass) -> None:
     if item.name == "__init__":
-        found.keywords |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
+        cls.keywords |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
     if any(isinstance(one, ast.Name) and one.id == "property" for one in item.decorator_list):
-        found.computed.add(item.name)
+        cls.computed.add(item.name)
     if any(isinstance(one, ast.Attribute) and one.attr == "setter" for one in item.decorator_list):
-        found.keywords.add(item.name)
+        cls.keywords.add(item.name)
     if item.name not in ("__init__", "__post_init__"):
         return
     for call in ast.walk(item):
@@ -215,7 +213,7 @@ def _read_method(item: ast.FunctionDef, found: ConfigClass) -> None:
             and call.args
             and isinstance(call.args[0], ast.Constant)
         ):
-            found.keywords.add(str(call.args[0].value))
+            cls.keywords.add(str(call.args[0].value))
 
 
 def _literal_default(value: ast.expr | None) -> Any:

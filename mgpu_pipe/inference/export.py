@@ -73,14 +73,14 @@ def working_folder(out: Path, kind: str = "") -> Iterator[Path]:
         BadInputError: the folder cannot be made, or another process is working in it.
     """
     partial = out.with_name(f"{out.name}{kind}.partial")
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             if partial.exists():
-                held.enter_context(_locked(partial, out))
+                stack.enter_context(_locked(partial, out))
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
-            held.callback(shutil.rmtree, partial, ignore_errors=True)
-            held.enter_context(_locked(partial, out))
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)
+            stack.enter_context(_locked(partial, out))
             _undo_half_a_replacement(out)
         except OSError as error:
             raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error

@@ -56,18 +56,18 @@ def fill_from_external(
     def take(name: str, tensor: torch.Tensor) -> None:
         parameters[name].data.copy_(tensor)
 
-    held = {name: partial(_itself, tensor) for name, tensor in named.items()}
-    found = read_tensors(twin, held, parameters, {name: tuple(p.shape) for name, p in parameters.items()}, take)
-    unexpected |= {prefix + name for name in found["unexpected_keys"]}
+    readers = {name: partial(_itself, tensor) for name, tensor in named.items()}
+    filled = read_tensors(twin, readers, parameters, {name: tuple(p.shape) for name, p in parameters.items()}, take)
+    unexpected |= {prefix + name for name in filled["unexpected_keys"]}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     mismatched = [
         f"{name} {list(named[name].shape)} for {list(shapes[name])}" if name in named else name
-        for name in sorted(found["mismatched_keys"])
+        for name in sorted(filled["mismatched_keys"])
     ]
     listed = [
         f"{len(names)} {kind}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
         for kind, names in (
-            ("missing", sorted(found["missing_keys"])),
+            ("missing", sorted(filled["missing_keys"])),
             ("unexpected", sorted(unexpected)),
             ("of another shape", mismatched),
         )

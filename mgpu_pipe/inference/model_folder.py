@@ -66,8 +66,8 @@ def write_model_folder(
             "total_parameters": sum(tensor.numel() for tensor in model.parameters()),
             "total_size": sum(entry.nbytes for entry in entries),
         }
-        held = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        text = json.dumps({"metadata": total, "weight_map": dict(sorted(held.items()))}, indent=2)
+        shard_of = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        text = json.dumps({"metadata": total, "weight_map": dict(sorted(shard_of.items()))}, indent=2)
         (out / INDEX).write_text(text + "\n", encoding="utf-8")
     write_configuration(model, out, dtype, maker)
     return names

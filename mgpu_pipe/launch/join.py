@@ -65,17 +65,17 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
     check_world(config, world)
     threads = choose_threads(config, world.local_world_size)
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
-    with ExitStack() as held:
+    with ExitStack() as resources:
         store = _rendezvous(config)
         shared = (
-            _plan_on_rank_zero(config, world, asked, store, held)
+            _plan_on_rank_zero(config, world, asked, store, resources)
             if world.rank == 0
             else _plan_from_rank_zero(config, store)
         )
         paths = RunPaths(Path(shared.folder))
         if not shared.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
-        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, held, started, asked.alone)
+        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, resources, started, asked.alone)
         if world.rank == 0:
             outcome = Outcome(status, EXIT_OK, shared.attempt)
             finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked.alone, paths))
@@ -115,11 +115,13 @@ def _rendezvous(config: RunConfig) -> Store:
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _plan_on_rank_zero(config: RunConfig, world: World, asked: Asked, store: Store, held: ExitStack) -> _SharedPlan:
+def _plan_on_rank_zero(
+    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack
+) -> _SharedPlan:
     """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that no rank waits for it."""
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
-        lock = held.enter_context(RunLock(folder.paths.lock))
+        lock = resources.enter_context(RunLock(folder.paths.lock))
         shared = _settle(config, world, asked, folder)
         lock.training()
     except MgpuError as error:
@@ -179,14 +181,14 @@ def _train(
     paths: RunPaths,
     store: Store,
     shared: _SharedPlan,
-    held: ExitStack,
+    resources: ExitStack,
     started: float,
     alone: Sequence[str],
 ) -> str:
     """Train; an error is reported and ends this process, because the other ranks may never arrive.
 
     Args:
-        held: what rank 0 has to give back (the lock).
+        resources: what rank 0 has to give back (the lock).
         started: of the command, by the monotonic clock.
     """
     from mgpu_pipe.launch.worker import leave_error, train_in
@@ -207,7 +209,7 @@ def _train(
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
                 finish.conclude(config, paths, outcome, time.monotonic() - started, _again(alone, paths))
-            held.close()
+            resources.close()
             leave_error(paths, error, world.rank)
         finally:
             sys.stderr = usual

@@ -115,7 +115,11 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)
-    told = [found for found in differences(config, before, [Kind.TOLD, Kind.NOTED]) if found[0] != "precision.name"]
+    told = [
+        difference
+        for difference in differences(config, before, [Kind.TOLD, Kind.NOTED])
+        if difference[0] != "precision.name"
+    ]
     told += unequal("precision.name", precision, state.get("precision", precision))  # what auto meant there and here
     return [f"resuming with {name}={now} (was {then})" for name, now, then in told]
 
@@ -135,18 +139,18 @@ def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
     notices: list[str] = []
     if (source / "config.json").exists() and not (source / "manifest.json").exists():
         kept = source
-        held = read_config_json(source)
-        if config.model.path is None and config.model.type != held.get("model_type"):
+        stored = read_config_json(source)
+        if config.model.path is None and config.model.type != stored.get("model_type"):
             errors.append(
                 ConfigError(
                     "model.type",
                     config.model.type,
-                    f"use {held.get('model_type')}",
-                    f"the weights of {source} are a {held.get('model_type')}'s",
+                    f"use {stored.get('model_type')}",
+                    f"the weights of {source} are a {stored.get('model_type')}'s",
                 )
             )
-        settings = {name: value for name, value in config.model.config.items() if name in held}
-        notices = _trained_with(settings, {name: held[name] for name in settings})
+        settings = {name: value for name, value in config.model.config.items() if name in stored}
+        notices = _trained_with(settings, {name: stored[name] for name in settings})
     else:
         step = resolve_source(source, config.checkpoint.on_corruption, "size", key="checkpoint.init_from")
         kept = RunPaths(step.parents[1]).tokenizer

@@ -20,11 +20,11 @@ def show_sweep(runs: Sequence[RunPaths], folder: Path, stopped: Sequence[str] = 
     Args:
         stopped: the command line's words, where a signal ended the sweep.
     """
-    found = list(dict.fromkeys(runs))
-    runs_table(found)
+    folders = list(dict.fromkeys(runs))
+    runs_table(folders)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        print_whole(make_console(), f"report: {relative_to_cwd(write_report(found, folder.absolute() / COMPARISON))}")
+        print_whole(make_console(), f"report: {relative_to_cwd(write_report(folders, folder.absolute() / COMPARISON))}")
     except (RunFolderError, OSError) as error:
         print(f"error: the sweep's report could not be written: {error}", file=sys.stderr)
     if stopped:

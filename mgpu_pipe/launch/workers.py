@@ -163,14 +163,14 @@ class WorkerGroup:
 
     def reap(self) -> list[Exit]:
         """Collect the workers that ended since the last call, and end what they left behind."""
-        found = []
+        exits = []
         for rank, process in list(self._running.items()):
             # still unreaped, so its process group cannot be another's
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            found.append(self._end(rank))
-        self.exits += found
-        return found
+            exits.append(self._end(rank))
+        self.exits += exits
+        return exits
 
     def terminate(self) -> None:
         """Ask the workers themselves, not their children, to save and leave."""

@@ -68,8 +68,8 @@ def class_of(architectures: Iterable[str] | None) -> str:
 
 def config_fields(model_type: str) -> set[str] | None:
     """Every keyword that the configuration class of ``model_type`` knows, or None where its source is not found."""
-    found = config_class(model_type)
-    return None if found is None else found.names - set(SET_ELSEWHERE)
+    cls = config_class(model_type)
+    return None if cls is None else cls.names - set(SET_ELSEWHERE)
 
 
 def check_model_config(model: ModelConfig, model_class: str | None = None) -> None:
@@ -132,12 +132,12 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
         **{own_names.get(name, name): value for name, value in model.config.items()},
     }
     defaults = {own_names.get(name, name): value for name, value in known.defaults.items() if value is not NO_DEFAULT}
-    found = {**defaults, **given}
-    nested = found.get("text_config")
+    resolved = {**defaults, **given}
+    nested = resolved.get("text_config")
     if isinstance(nested, Mapping):
-        found = {**found, **nested}
-    found.update({standard: found[own] for standard, own in own_names.items() if own in found})
-    return {**found, "model_type": _model_type(model)}
+        resolved = {**resolved, **nested}
+    resolved.update({standard: resolved[own] for standard, own in own_names.items() if own in resolved})
+    return {**resolved, "model_type": _model_type(model)}
 
 
 def _model_type(model: ModelConfig) -> str:

@@ -175,7 +175,7 @@ def _check_index(folder: Path) -> None:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise _damaged(folder / INDEX, "it has no weight_map")
-    held: dict[str, set[str]] = {}
+    names_by_file: dict[str, set[str]] = {}
     for shard in sorted(set(weight_map.values())):
         file = folder / Path(str(shard)).name
         if shard != file.name:
@@ -184,9 +184,9 @@ def _check_index(folder: Path) -> None:
             raise ModelFolderError(
                 f"model.path={folder}: {shard} is missing, which {INDEX} names; copy the whole folder again"
             )
-        held[shard] = set(read_header(file))
+        names_by_file[shard] = set(read_header(file))
     for name, shard in weight_map.items():
-        if name not in held[shard]:
+        if name not in names_by_file[shard]:
             raise ModelFolderError(
                 f"model.path={folder}: {INDEX} puts {name} into {shard}, which does not hold it; "
                 "copy the whole folder again"

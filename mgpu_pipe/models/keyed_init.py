@@ -147,10 +147,10 @@ def _is_elementwise(operations: list[Operation], ref: TensorRef) -> bool:
             return False
         if not target.is_flat() or any(isinstance(value, TensorRef) for value in rest):
             return False
-        whole = target.offset == 0 and target.numel == ref.numel
-        if not whole and operation.function not in ELEMENTWISE_FILLS:
+        is_whole = target.offset == 0 and target.numel == ref.numel
+        if not is_whole and operation.function not in ELEMENTWISE_FILLS:
             return False
-        started = started or whole
+        started = started or is_whole
     return started
 
 
@@ -209,15 +209,15 @@ def _recorded_init_functions(recorder: Recorder) -> Iterator[None]:
 
     table = initialization.TORCH_INIT_FUNCTIONS
     originals = {name: getattr(nn.init, name) for name in EARLY_OUT_ON_META}
-    held = {name: table[name] for name in EARLY_OUT_ON_META if name in table}
+    before = {name: table[name] for name in EARLY_OUT_ON_META if name in table}
     wrapped = {name: wrap(function) for name, function in originals.items()}
     try:
         for name, function in wrapped.items():
             setattr(nn.init, name, function)
-        table.update({name: wrapped[name] for name in held})
+        table.update({name: wrapped[name] for name in before})
         yield
     finally:
-        table.update(held)
+        table.update(before)
         for name, function in originals.items():
             setattr(nn.init, name, function)
 

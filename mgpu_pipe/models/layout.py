@@ -79,13 +79,13 @@ def add_layouts(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
     An axis that cuts a parameter of which an earlier one took a copy (a pipeline stage's of a tied weight) keeps that
     copy's name; it is owned where both say so.
     """
-    found = dict(layouts_of(model))
+    merged = dict(layouts_of(model))
     for name, layout in layouts.items():
-        earlier = found.get(name)
+        earlier = merged.get(name)
         if earlier is not None:
             layout = replace(layout, name=earlier.name, owned=layout.owned and earlier.owned)
-        found[name] = layout
-    model.__dict__[LAYOUTS] = found
+        merged[name] = layout
+    model.__dict__[LAYOUTS] = merged
 
 
 def unsharded_shape(tensor: torch.Tensor, layout: Layout | None) -> tuple[int, ...]:

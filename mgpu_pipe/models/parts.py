@@ -52,8 +52,8 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 def parts_held(tensor: torch.Tensor, layout: Layout | None) -> list[tuple[Fragment, PartOf]]:
     """The blocks of the unsharded parameter that this rank holds of ``tensor``, and where each lies locally."""
-    whole = unsharded_shape(tensor, layout)
-    return [(block, PartOf(whole, block.offsets, block.shape)) for block in fragments(tensor, layout)]
+    global_shape = unsharded_shape(tensor, layout)
+    return [(block, PartOf(global_shape, block.offsets, block.shape)) for block in fragments(tensor, layout)]
 
 
 def fill_parameters(

@@ -31,18 +31,18 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
     A tower is a ``ModuleList`` outside of all others whose members are modules of modules, and of one class or what
     transformers marks as a block. Of a pipeline stage's, those that it has.
     """
-    found: list[nn.Module] = []
+    lists: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
             blocks = [block for block in child.children() if not is_removed(block)]
             if isinstance(child, nn.ModuleList) and _are_alike(blocks):
-                found.extend(blocks)
+                lists.extend(blocks)
             else:
                 visit(child)
 
     visit(model)
-    return found
+    return lists
 
 
 def _are_alike(blocks: list[nn.Module]) -> bool:
@@ -97,14 +97,14 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
 def _matches(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
     """Names that ``pattern`` matches, ``*`` standing for a layer's number."""
     words = pattern.split(".")
-    found = []
+    matching = []
     for name in modules:
         parts = name.split(".")
         if len(parts) != len(words):
             continue
         if all(word in (part, "*" if part.isdigit() else part) for word, part in zip(words, parts, strict=True)):
-            found.append(name)
-    return found
+            matching.append(name)
+    return matching
 
 
 def _tied_modules(model: nn.Module) -> list[nn.Module]:

@@ -63,18 +63,18 @@ def saved_groups(model: PreTrainedModel) -> list[SavedGroup]:
         for name, tensor in model.state_dict().items()
         if name not in ignored and tied.get(name, name) == name
     }
-    whole = _converted_shapes(model, list(shapes)) or {}
+    together = _converted_shapes(model, list(shapes)) or {}
     groups: dict[str, list[str]] = {}
     for name in shapes:
         alone = _converted_shapes(model, [name])
-        complete = alone is not None and all(whole.get(key) == shape for key, shape in alone.items())
+        complete = alone is not None and all(together.get(key) == shape for key, shape in alone.items())
         block = _BLOCK.match(name)
         groups.setdefault(name if complete else block[0] if block else "", []).append(name)
-    found = [SavedGroup(tuple(names), _converted_shapes(model, names) or {}) for names in groups.values()]
-    outputs = [(name, shape) for group in found for name, shape in group.outputs.items()]
-    if len(outputs) != len(whole) or dict(outputs) != whole:  # merged over blocks: all at once
-        return [SavedGroup(tuple(shapes), whole)]
-    return found
+    apart = [SavedGroup(tuple(names), _converted_shapes(model, names) or {}) for names in groups.values()]
+    outputs = [(name, shape) for group in apart for name, shape in group.outputs.items()]
+    if len(outputs) != len(together) or dict(outputs) != together:  # merged over blocks: all at once
+        return [SavedGroup(tuple(shapes), together)]
+    return apart
 
 
 def _converted_shapes(model: PreTrainedModel, names: list[str]) -> Shapes | None:
@@ -115,10 +115,10 @@ def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, m
 def generation_settings(folder: Path) -> dict[str, object] | None:
     """A model folder's ``generation_config.json``; None where there is none that can be read."""
     try:
-        found = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
+        settings = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: bool) -> None:

@@ -81,13 +81,13 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
     """The parameters that this rank has a part of, under every name that they have in the unsharded model."""
     layouts = layouts_of(model)
     by_identity = {id(parameter): layouts.get(name) for name, parameter in model.named_parameters()}
-    found: dict[str, _Target] = {}
+    targets: dict[str, _Target] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         target = _Target(parameter, by_identity[id(parameter)])
-        found[name] = target
+        targets[name] = target
         if target.layout is not None:
-            found.setdefault(target.layout.name, target)
-    return found
+            targets.setdefault(target.layout.name, target)
+    return targets
 
 
 def fill_from_folder(
@@ -138,16 +138,16 @@ def read_folder(
     folder = _checked_folder(source)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
-        held = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
+        readers = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
         twin = build_meta(replace(source, freeze=[]), class_of([architecture]))
-        found = read_tensors(twin, held, parameters, shapes, take)
-        for name, drawn in check_loading(source, found, twin, seed).items():
+        read = read_tensors(twin, readers, parameters, shapes, take)
+        for name, drawn in check_loading(source, read, twin, seed).items():
             take(name, drawn)
 
 
 def read_tensors(
     twin: PreTrainedModel,
-    held: Mapping[str, Callable[[], Any]],
+    readers: Mapping[str, Callable[[], Any]],
     parameters: Mapping[str, torch.nn.Parameter],
     shapes: Mapping[str, tuple[int, ...]],
     take: TakeTensor,
@@ -156,19 +156,19 @@ def read_tensors(
 
     Args:
         twin: the same model on the meta device, not split.
-        held: opens a tensor by its name: a whole one, or a slice of a safetensors file.
+        readers: opens a tensor by its name: a whole one, or a slice of a safetensors file.
         parameters, shapes: as :func:`read_folder`'s.
 
     Returns:
         What did not find its place: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
     """
-    sources, unexpected = _sources(twin, list(held))
+    sources, unexpected = _sources(twin, list(readers))
     mismatched = set()
-    taken = _convert(twin, sources, held, shapes, take)
+    taken = _convert(twin, sources, readers, shapes, take)
     for name, made_of in sources.items():
         if name not in shapes or made_of.converted:
             continue  # a buffer; or done already
-        stored = held[made_of.keys[0]]()
+        stored = readers[made_of.keys[0]]()
         if _shape_of(stored) == shapes[name]:
             take(name, stored)
             taken.add(name)
@@ -201,7 +201,7 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state = twin.state_dict()
-    found: dict[str, _Source] = {}
+    sources: dict[str, _Source] = {}
     unexpected = set()
     for key in sorted(keys):
         name, pattern = rename_source_key(key, renamings, converters, twin.base_model_prefix, state)
@@ -210,16 +210,16 @@ def _sources(twin: PreTrainedModel, keys: list[str]) -> tuple[dict[str, _Source]
         if name not in state:
             unexpected.add(key)
             continue
-        entry = found.setdefault(name, _Source([], pattern is not None))
+        entry = sources.setdefault(name, _Source([], pattern is not None))
         entry.keys.append(key)
     ignored = [re.compile(pattern) for pattern in keys_not_expected(twin)]
-    return found, {key for key in unexpected if not any(pattern.search(key) for pattern in ignored)}
+    return sources, {key for key in unexpected if not any(pattern.search(key) for pattern in ignored)}
 
 
 def _convert(
     twin: PreTrainedModel,
     sources: Mapping[str, _Source],
-    held: Mapping[str, Callable[[], Any]],
+    readers: Mapping[str, Callable[[], Any]],
     shapes: Mapping[str, tuple[int, ...]],
     take: TakeTensor,
 ) -> set[str]:
@@ -232,7 +232,7 @@ def _convert(
     for name, made_of in sources.items():
         if not made_of.converted or name not in shapes:
             continue
-        tensors = {key: held[key]() for key in made_of.keys}
+        tensors = {key: readers[key]() for key in made_of.keys}
         mapping: Any = get_model_conversion_mapping(twin)
         options = LoadStateDictConfig(weight_mapping=mapping, dtype=torch.float32, device_map={"": "cpu"})
         with _no_progress_bar():

@@ -85,7 +85,7 @@ def ring_blocks(documents: torch.Tensor, size: int, rank: int) -> tuple[Blocks, 
     """
     own = _held(documents, size, rank)
     half = own.shape[1] // 2
-    found = [whole_blocks(own)]
+    blocks = [whole_blocks(own)]
     for hop in range(1, size):
         source = (rank - hop) % size
         theirs = _held(documents, size, source)
@@ -97,8 +97,8 @@ def ring_blocks(documents: torch.Tensor, size: int, rank: int) -> tuple[Blocks, 
                 shared.append(_rectangle(mine, keys[:half], 0, keys[half - 1]))
             else:
                 shared.append(_rectangle(mine[half:], keys, half, mine[half]))
-        found.append(Blocks(_of_rows(shared), causal=False))
-    return tuple(found)
+        blocks.append(Blocks(_of_rows(shared), causal=False))
+    return tuple(blocks)
 
 
 def _held(documents: torch.Tensor, size: int, rank: int) -> torch.Tensor:

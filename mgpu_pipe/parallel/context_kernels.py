@@ -240,6 +240,6 @@ def _unpacked(flat: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor
     """The reverse of ``_packed``, into (rows, heads, tokens, size) of ``like``; ``fill`` where ``index`` names none."""
     rows, _, tokens, _ = like.shape
     if index is not None:
-        whole = flat.new_full((rows * tokens, *flat.shape[1:]), fill)
-        flat = whole.index_copy_(0, index, flat)
+        padded = flat.new_full((rows * tokens, *flat.shape[1:]), fill)
+        flat = padded.index_copy_(0, index, flat)
     return flat.unflatten(0, (rows, tokens)).transpose(1, 2)

@@ -27,8 +27,8 @@ def sequence_to_heads(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     # (source, rows, heads, tokens, size): the sources' tokens follow one another.
-    whole = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return list(whole.split([tensor.shape[1] // size for tensor in tensors], dim=1))
+    gathered = received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return list(gathered.split([tensor.shape[1] // size for tensor in tensors], dim=1))
 
 
 def heads_to_sequence(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:

@@ -65,16 +65,16 @@ def apply_expert_parallel(
     Raises:
         ValueError: the model has no packed experts, or their number is no multiple of the group's size.
     """
-    found = experts_modules(model)
-    if not found:
+    modules = experts_modules(model)
+    if not modules:
         raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
     sliced = tp_group if tp_group is not None and tp_group.size() > 1 and not sequence_parallel else None
     layouts: dict[str, Layout] = {}
-    for name, module in found.items():
+    for name, module in modules.items():
         layouts.update(_cut_experts(name, module, group))
         module.forward = _dispatching(module, group, sliced)
     add_layouts(model, layouts)
-    return found
+    return modules
 
 
 def _cut_experts(name: str, module: nn.Module, group: dist.ProcessGroup) -> dict[str, Layout]:
@@ -92,8 +92,8 @@ def _cut_experts(name: str, module: nn.Module, group: dist.ProcessGroup) -> dict
             raise ValueError(f"{name}.{attribute} of shape {tuple(parameter.shape)} is not packed by expert")
         local = nn.Parameter(parameter.detach()[start:stop].clone(), requires_grad=parameter.requires_grad)
         setattr(module, attribute, local)
-        whole = f"{name}.{attribute}"
-        layouts[whole] = Layout(whole, tuple(parameter.shape), 0, ((start, stop),))
+        full_name = f"{name}.{attribute}"
+        layouts[full_name] = Layout(full_name, tuple(parameter.shape), 0, ((start, stop),))
     if len(layouts) != len(list(module.parameters())):
         raise ValueError(f"{name} has parameters in modules of its own, which its experts share")
     module.num_experts = each  # type: ignore[assignment]

@@ -52,14 +52,14 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
-        found, layouts = experts_modules(model), layouts_of(model)
-        if not found:
+        modules, layouts = experts_modules(model), layouts_of(model)
+        if not modules:
             raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
-        self._modules, self._device = list(found.values()), device or torch.device("cpu")
-        self._counts: list[torch.Tensor | None] = [None] * len(found)
+        self._modules, self._device = list(modules.values()), device or torch.device("cpu")
+        self._counts: list[torch.Tensor | None] = [None] * len(modules)
         self._lengths: list[int] = []
         self._computed = [computed_rows(module) or 0 for module in self._modules]
-        for number, (name, module) in enumerate(found.items()):
+        for number, (name, module) in enumerate(modules.items()):
             attribute, parameter = next(module.named_parameters())
             self._lengths.append(unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0])
             module.register_forward_pre_hook(self._counting(number))
@@ -69,7 +69,7 @@ class ExpertLoad:
         """The number of experts of the layer of ``model`` that has most, whole or cut; 0 for a dense model."""
         layouts = layouts_of(model)
         parameters = [(name, *next(module.named_parameters())) for name, module in experts_modules(model).items()]
-        sizes = [unsharded_shape(held, layouts.get(f"{name}.{inner}"))[0] for name, inner, held in parameters]
+        sizes = [unsharded_shape(parameter, layouts.get(f"{name}.{inner}"))[0] for name, inner, parameter in parameters]
         return max(sizes, default=0)
 
     def take(self, group: dist.ProcessGroup | None = None, copies: int = 1) -> Load:

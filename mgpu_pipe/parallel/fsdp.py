@@ -203,9 +203,9 @@ class UsedParameters:
 
 def _own_modules(unit: torch.nn.Module) -> list[torch.nn.Module]:
     """``unit`` and the modules below it down to the next units."""
-    found, waiting = [], [unit]
+    own, waiting = [], [unit]
     while waiting:
         module = waiting.pop()
-        found.append(module)
+        own.append(module)
         waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
-    return found
+    return own

@@ -23,9 +23,9 @@ def on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """
     parameters: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     shards: dict[torch.Tensor, torch.Tensor] = {p: _shard(p) for p in parameters if isinstance(p, DTensor)}
-    held = [group["params"] for group in optimizer.param_groups]
+    kept = [group["params"] for group in optimizer.param_groups]
     _move_state(optimizer, shards)
-    for group, own in zip(optimizer.param_groups, held, strict=True):
+    for group, own in zip(optimizer.param_groups, kept, strict=True):
         group["params"] = [shards.get(p, p) for p in own]
     places = {p: shard.data_ptr() for p, shard in shards.items()}
     try:
@@ -35,7 +35,7 @@ def on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 if shard.data_ptr() != places[p]:  # not changed in place, but replaced
                     local_tensor(p).copy_(shard)
     finally:
-        for group, own in zip(optimizer.param_groups, held, strict=True):
+        for group, own in zip(optimizer.param_groups, kept, strict=True):
             group["params"] = own
         _move_state(optimizer, {shard: p for p, shard in shards.items()})
 

@@ -83,8 +83,8 @@ class AllocationWatch(TorchDispatchMode):
 
     def live_bytes(self) -> int:
         """Bytes allocated inside that are still alive, at their size of now."""
-        held = (reference() for reference, size in self._alive.values() if size != OLDER)
-        return sum(storage.nbytes() for storage in held if storage is not None)
+        storages = (reference() for reference, size in self._alive.values() if size != OLDER)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):

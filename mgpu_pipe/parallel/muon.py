@@ -172,15 +172,15 @@ def newton_schulz(
 ) -> torch.Tensor:
     """About U V^T of ``matrix`` = U S V^T, by a quintic iteration in ``dtype``; the operations of torch.optim.Muon."""
     a, b, c = coefficients
-    found = matrix.to(dtype)
+    iterate = matrix.to(dtype)
     tall = matrix.shape[0] > matrix.shape[1]
     if tall:
-        found = found.T
-    found = found / found.norm().clamp(min=eps)
+        iterate = iterate.T
+    iterate = iterate / iterate.norm().clamp(min=eps)
     for _ in range(steps):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if tall else found
+        gram = iterate @ iterate.T
+        iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.T if tall else iterate
 
 
 def adjustment(how: str | None, shape: torch.Size) -> float:
@@ -205,12 +205,12 @@ class _Whole:
 
 def each_matrix(tensor: torch.Tensor, function: Matrix, dtype: torch.dtype) -> torch.Tensor:
     """``function`` of a matrix, or of every one of a stack; those without elements are left as they are."""
-    found = torch.empty_like(tensor, dtype=dtype)
-    pairs = [(found, tensor)] if tensor.dim() == 2 else zip(found, tensor, strict=True)
+    result = torch.empty_like(tensor, dtype=dtype)
+    pairs = [(result, tensor)] if tensor.dim() == 2 else zip(result, tensor, strict=True)
     for target, matrix in pairs:
         if matrix.numel():
             target.copy_(function(matrix))
-    return found
+    return result
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:

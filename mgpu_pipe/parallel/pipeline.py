@@ -76,13 +76,13 @@ class PipelinePlan:
         stages_per_rank: StagesPerRank = "auto",
     ) -> PipelinePlan:
         """Cut by cost, or by hand (the number of layers of every stage, in the order of the stages)."""
-        held = stages_by_rank(schedule, ranks, stages_per_rank)
-        return cls(schedule, stage_layers(costs, sum(map(len, held)), by_hand), held)
+        stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
+        return cls(schedule, stage_layers(costs, sum(map(len, stages_of_ranks)), by_hand), stages_of_ranks)
 
     @property
     def ranks_of_stages(self) -> tuple[int, ...]:
-        found = {stage: rank for rank, stages in enumerate(self.stages_of_ranks) for stage in stages}
-        return tuple(found[stage] for stage in range(len(self.layers)))
+        ranks = {stage: rank for rank, stages in enumerate(self.stages_of_ranks) for stage in stages}
+        return tuple(ranks[stage] for stage in range(len(self.layers)))
 
     @property
     def last_rank(self) -> int:
@@ -158,9 +158,9 @@ class Pipeline:
         self._find_sharded()
         count = len(micro_batches)
         schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
-        whole = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+        merged = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
         # torch wants a target to compute a loss with; the micro-batch has its own.
-        schedule.step(**whole, target=torch.empty(count), return_outputs=False)  # type: ignore[attr-defined]
+        schedule.step(**merged, target=torch.empty(count), return_outputs=False)  # type: ignore[attr-defined]
         return self._loss_sum
 
     def reduce_tied_gradients(self) -> None:
@@ -262,9 +262,9 @@ class Pipeline:
         Args:
             batch: the same on every rank.
         """
-        found = self._forward_all([batch], self._logits)
+        outputs = self._forward_all([batch], self._logits)
         rows = self._objective.batch_spec.rows(batch)
-        shared = found[0] if found else torch.empty(rows, vocabulary, device=self._device)
+        shared = outputs[0] if outputs else torch.empty(rows, vocabulary, device=self._device)
         source = dist.get_global_rank(self.group, self.plan.last_rank)
         dist.broadcast(shared, source, group=self.group)
         return shared
@@ -281,10 +281,12 @@ class Pipeline:
         """The last stage's outputs in order; none on the other ranks."""
         self._find_sharded()
         ranks, last = self.plan.ranks_of_stages, len(self.plan.layers) - 1
-        held = self.plan.stages_of_ranks
+        stages_of_ranks = self.plan.stages_of_ranks
         waiting: dict[tuple[int, int], torch.Tensor] = {}
         outputs: list[torch.Tensor] = []
-        for slot in forward_slots(self.plan.schedule, len(held), len(micro_batches), len(held[0])):
+        for slot in forward_slots(
+            self.plan.schedule, len(stages_of_ranks), len(micro_batches), len(stages_of_ranks[0])
+        ):
             messages: list[dist.P2POp] = []
             for _, stage, index in slot:
                 source, target = ranks[stage], ranks[min(stage + 1, last)]

@@ -67,9 +67,9 @@ class StageParts:
             tuple(path + name for name in stages.after_embedding),
             stages.tuples,
         )
-        whole = (parts.embedding, parts.layers, *parts.added, *parts.after_embedding, *parts.last)
+        paths = (parts.embedding, parts.layers, *parts.added, *parts.after_embedding, *parts.last)
         for name, _ in model.named_parameters():
-            if not name.startswith(tuple(f"{part}." for part in whole)):
+            if not name.startswith(tuple(f"{part}." for part in paths)):
                 raise ConfigError("strategy.pp", ranks, "use pp=1", f"{name} of {model_type} belongs to no stage")
         return parts
 
@@ -113,7 +113,7 @@ class StageView:
     @contextmanager
     def shown(self, received: torch.Tensor | None) -> Iterator[None]:
         """For the length of a forward pass the model is this stage alone, fed with ``received``."""
-        held = [(parent._modules, name, parent._modules[name]) for parent, name, _ in self._swaps]
+        shown_modules = [(parent._modules, name, parent._modules[name]) for parent, name, _ in self._swaps]
         self._received.hidden_states = received
         if received is not None:
             self._embedding.dtype = received.dtype
@@ -124,8 +124,8 @@ class StageView:
             yield
         finally:
             self._received.hidden_states = self._sent.hidden_states = None
-            for modules, name, whole in held:
-                modules[name] = whole
+            for modules, name, child in shown_modules:
+                modules[name] = child
 
     def __call__(self, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Hidden states, or the last stage's logits, of a micro-batch, given what the stage before made of it.

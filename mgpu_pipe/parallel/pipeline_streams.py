@@ -86,8 +86,8 @@ def streams(schedule: str, ranks: int, micro_batches: int, stages_per_rank: Stag
     """
     if not micro_batches_fit(schedule, ranks, micro_batches):
         raise ValueError(f"{schedule} on {ranks} ranks does not take {micro_batches} micro-batches")
-    held = stages_by_rank(schedule, ranks, stages_per_rank)
-    return [_stream(schedule, rank, ranks, held[rank], micro_batches) for rank in range(ranks)]
+    stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
+    return [_stream(schedule, rank, ranks, stages_of_ranks[rank], micro_batches) for rank in range(ranks)]
 
 
 def _stream(schedule: str, rank: int, ranks: int, stages: tuple[int, ...], micro_batches: int) -> Stream:

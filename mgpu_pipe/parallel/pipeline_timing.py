@@ -34,11 +34,11 @@ def timeline(by_rank: Sequence[Stream], durations: Mapping[str, float] = EQUAL) 
     """
     ends: dict[Action, float] = {}
     last = max(action.stage for stream in by_rank for action in stream)
-    found: list[list[Timed]] = [[] for _ in by_rank]
+    rows: list[list[Timed]] = [[] for _ in by_rank]
     left = sum(map(len, by_rank))
     while left:
         before = left
-        for stream, timed in zip(by_rank, found, strict=True):
+        for stream, timed in zip(by_rank, rows, strict=True):
             while len(timed) < len(stream):
                 action = stream[len(timed)]
                 needed = [_end_of(need, ends) for need in needs(action, last)]
@@ -51,12 +51,10 @@ def timeline(by_rank: Sequence[Stream], durations: Mapping[str, float] = EQUAL) 
                 left -= 1
         if left == before:
             stuck = [
-                str(stream[len(timed)])
-                for stream, timed in zip(by_rank, found, strict=True)
-                if len(timed) < len(stream)
+                str(stream[len(timed)]) for stream, timed in zip(by_rank, rows, strict=True) if len(timed) < len(stream)
             ]
             raise ValueError(f"the streams wait for one another: {', '.join(stuck)}")
-    return found
+    return rows
 
 
 def needs(action: Action, last_stage: int) -> list[tuple[Action, ...]]:
@@ -114,13 +112,13 @@ def forward_slots(
 
     Every rank takes of what is ready the latest stage, so that finished micro-batches leave first.
     """
-    held = stages_by_rank(schedule, ranks, stages_per_rank)
-    last = sum(map(len, held)) - 1
+    stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
+    last = sum(map(len, stages_of_ranks)) - 1
     done = [0] * (last + 1)  # micro-batches that each stage has finished
     slots: list[Stream] = []
     while done[last] < micro_batches:
         ready = [done[stage] < (done[stage - 1] if stage else micro_batches) for stage in range(last + 1)]
-        chosen = [max((stage for stage in stages if ready[stage]), default=None) for stages in held]
+        chosen = [max((stage for stage in stages if ready[stage]), default=None) for stages in stages_of_ranks]
         slot = [Action("F", stage, done[stage]) for stage in sorted(s for s in chosen if s is not None)]
         for action in slot:
             done[action.stage] += 1

@@ -87,8 +87,8 @@ def split_between(
         if streams is not None:
             streams.use(False)
         hidden = output[0] if isinstance(output, tuple) else output
-        whole = gather_sequence(hidden, sequence.group, partial_gradient)
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        gathered = gather_sequence(hidden, sequence.group, partial_gradient)
+        return (gathered, *output[1:]) if isinstance(output, tuple) else gathered
 
     def add_once(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
         return sequence.add_once(output)

@@ -45,10 +45,10 @@ class GatheredInput:
 
     def gather_again(self, split: torch.Tensor) -> torch.Tensor:
         """The whole input, gathered for the first user and let go after the last."""
-        whole = self._again if self._again is not None else all_gather_sequence(split, self._group)
+        gathered = self._again if self._again is not None else all_gather_sequence(split, self._group)
         self._served += 1
-        self._again = whole if self._served % self.users else None
-        return whole
+        self._again = gathered if self._served % self.users else None
+        return gathered
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -74,8 +74,8 @@ class _GatheredLinear(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         grad_weight = None
         if want_weight:
-            whole = ctx.shared.gather_again(split).flatten(0, -2)
-            grad_weight = whole.t() @ rows if ctx.transposed else rows.t() @ whole
+            gathered = ctx.shared.gather_again(split).flatten(0, -2)
+            grad_weight = gathered.t() @ rows if ctx.transposed else rows.t() @ gathered
         grad_whole = (grad @ (weight.t() if ctx.transposed else weight)) if want_whole else None
         return grad_whole, None, grad_weight, rows.sum(0) if want_bias else None, None, None
 
@@ -101,9 +101,9 @@ class ColumnRegion:
             if self._sequence is None or not self._sequence.active:
                 args, kwargs = with_hidden(args, kwargs, sum_backward(hidden, self._group))
                 return plain_forward(*args, **kwargs)
-            whole = gather_sequence(hidden, self._group, partial_gradient=True)
-            args, kwargs = with_hidden(args, kwargs, whole)
-            self._shared = GatheredInput(whole, hidden, self._group)
+            gathered = gather_sequence(hidden, self._group, partial_gradient=True)
+            args, kwargs = with_hidden(args, kwargs, gathered)
+            self._shared = GatheredInput(gathered, hidden, self._group)
             try:
                 return plain_forward(*args, **kwargs)
             finally:
@@ -156,14 +156,14 @@ def _with_share(module: nn.Module, names: Sequence[str], size: int) -> Callable[
     plain_forward = module.forward
 
     def forward(*args: Any) -> torch.Tensor:
-        whole = {name: module._parameters.pop(name) for name in names}
-        for name, parameter in whole.items():
+        own = {name: module._parameters.pop(name) for name in names}
+        for name, parameter in own.items():
             assert parameter is not None
             module.__dict__[name] = parameter / size
         try:
             return plain_forward(*args)
         finally:
-            for name, parameter in whole.items():
+            for name, parameter in own.items():
                 del module.__dict__[name]
                 module._parameters[name] = parameter
 

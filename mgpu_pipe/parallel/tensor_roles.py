@@ -28,14 +28,14 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
     refused = tensor_if_errors(vars(getattr(model, "config", None) or object), _model_type(model), 2)
     if refused:
         raise refused[0]
-    found: dict[str, Style] = {}
+    plan: dict[str, Style] = {}
     own: dict[str, Mapping[str, Style]] = {}
     for model_type in {_model_type(module) for module in modules.values() if hasattr(module, "config")}:
         own.update(family_of(model_type).modules)
     for name, module in modules.items():
         for child, style in own.get(type(module).__name__, {}).items():
             if style == "per_head" or isinstance(getattr(module, child, None), nn.Module | nn.Parameter):
-                found[f"{name}.{child}" if name else child] = style
+                plan[f"{name}.{child}" if name else child] = style
     names = [*modules, *(name for name, _ in model.named_parameters())]
     brought = getattr(model, "tp_plan", None) or {}
     for pattern, brought_style in brought.items():
@@ -49,12 +49,12 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
                 f"the {_model_type(model)} family's plan cuts {pattern} in a way that is not known here",
             )
         known = STYLES.get(brought_style)
-        found.update({name: known for name in matches if known is not None})
-    if not any(style in COLUMNS for style in found.values()):
+        plan.update({name: known for name in matches if known is not None})
+    if not any(style in COLUMNS for style in plan.values()):
         raise ConfigError(
             "model.type", _model_type(model), "use strategy.tp=1", "the family has no plan for tensor parallelism"
         )
-    return found
+    return plan
 
 
 def sequence_plan(model: nn.Module) -> SequencePlan:

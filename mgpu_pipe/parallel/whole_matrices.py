@@ -65,16 +65,17 @@ class WholeMatrices:
         mine: list[list[object]] = []
         for index, parameter in enumerate(parameters):
             layout = layouts.get(names[id(parameter)])
-            whole = unsharded_shape(parameter, layout)
-            self._shapes.append(torch.Size(whole[-2:]))
+            global_shape = unsharded_shape(parameter, layout)
+            self._shapes.append(torch.Size(global_shape[-2:]))
             for place, block, part in _units(parameter, layout):
                 self._blocks.setdefault((index, place), []).append(block)
                 mine.append([index, place, part.offsets, part.shape, part.sent])
-        held = [_by_unit(parts) for parts in exchange(mine, group)]
+        parts_of_ranks = [_by_unit(parts) for parts in exchange(mine, group)]
         self._held: dict[Unit, list[list[_Part]]] = {
-            unit: [parts.get(unit, []) for parts in held] for unit in sorted({u for parts in held for u in parts})
+            unit: [parts.get(unit, []) for parts in parts_of_ranks]
+            for unit in sorted({u for parts in parts_of_ranks for u in parts})
         }
-        self._rounds = self._plan(len(held))
+        self._rounds = self._plan(len(parts_of_ranks))
 
     def shape(self, index: int) -> torch.Size:
         """Of a matrix of the whole parameter."""
@@ -101,26 +102,26 @@ class WholeMatrices:
         Args:
             parts: what this rank holds of every parameter's argument; None, on all ranks alike, counts as zeros.
         """
-        found = [torch.empty(shape, dtype=dtype, device=self._device) for shape in self._locals]
+        results = [torch.empty(shape, dtype=dtype, device=self._device) for shape in self._locals]
         given = [
-            torch.zeros_like(found[index]) if part is None else part.to(self._device)
+            torch.zeros_like(results[index]) if part is None else part.to(self._device)
             for index, part in enumerate(parts)
         ]
         cut = {unit for units in self._rounds for unit in units}
         for unit, blocks in self._blocks.items():
             if unit not in cut:
                 for block in blocks:  # one, which is all of it
-                    source, target = (_matrix(block.of(t[unit[0]])) for t in (given, found))
+                    source, target = (_matrix(block.of(t[unit[0]])) for t in (given, results))
                     target.copy_(each_matrix(source, function, dtype))
         for units in self._rounds:
-            self._round(units, given, found, function, dtype)
-        return [result if part is None else result.to(part.device) for result, part in zip(found, parts, strict=True)]
+            self._round(units, given, results, function, dtype)
+        return [result if part is None else result.to(part.device) for result, part in zip(results, parts, strict=True)]
 
     def _round(
         self,
         units: list[Unit | None],
         given: list[torch.Tensor],
-        found: list[torch.Tensor],
+        filled: list[torch.Tensor],
         function: Matrix,
         dtype: torch.dtype,
     ) -> None:
@@ -133,13 +134,13 @@ class WholeMatrices:
         arrived = self._exchange(outgoing, expected, dtype, len(units))
         results: list[list[torch.Tensor]] = [[] for _ in units]
         if mine is not None:
-            whole = torch.empty(self._shapes[mine[0]], dtype=dtype, device=self._device)
+            matrix = torch.empty(self._shapes[mine[0]], dtype=dtype, device=self._device)
             for part, values in zip((p for parts in expected for p in parts), arrived, strict=True):
-                part.of(whole).copy_(values)
-            result = function(whole)
+                part.of(matrix).copy_(values)
+            result = function(matrix)
             results = [[part.of(result) for part in parts] for parts in self._held[mine]]
         # And back, to all that hold a copy.
-        targets = [self._pieces(unit, found, sent=False) for unit in units]
+        targets = [self._pieces(unit, filled, sent=False) for unit in units]
         wanted = [[] if unit is None else self._held[unit][rank] for unit in units]
         back = self._exchange(results, wanted, dtype, len(units))
         for target, values in zip((t for pieces in targets for t in pieces), back, strict=True):
@@ -171,7 +172,7 @@ class WholeMatrices:
 def _units(parameter: torch.Tensor, layout: Layout | None) -> list[tuple[int, Fragment, _Part]]:
     """What this rank holds of each matrix of ``parameter``: its place, the block of the local tensor, the part."""
     owned = layout is None or layout.owned
-    found = []
+    units = []
     for block in fragments(parameter, layout):
         *stack, rows, columns = zip(block.local, block.offsets, block.shape, strict=True)
         part = _Part((rows[1], columns[1]), (rows[2], columns[2]), owned)
@@ -179,8 +180,8 @@ def _units(parameter: torch.Tensor, layout: Layout | None) -> list[tuple[int, Fr
         for step in range(count):
             first = tuple((local + step, offset + step, 1) for local, offset, _ in stack)
             local, offsets, shape = zip(*first, rows, columns, strict=True)
-            found.append((offsets[0] if stack else 0, Fragment(local, offsets, shape), part))
-    return found
+            units.append((offsets[0] if stack else 0, Fragment(local, offsets, shape), part))
+    return units
 
 
 def _matrix(block: torch.Tensor) -> torch.Tensor:
@@ -189,8 +190,8 @@ def _matrix(block: torch.Tensor) -> torch.Tensor:
 
 
 def _by_unit(listed: list[list[object]]) -> dict[Unit, list[_Part]]:
-    found: dict[Unit, list[_Part]] = {}
+    by_unit: dict[Unit, list[_Part]] = {}
     for index, place, offsets, shape, sent in listed:
         part = _Part(tuple(offsets), tuple(shape), bool(sent))  # type: ignore[arg-type]
-        found.setdefault((int(index), int(place)), []).append(part)  # type: ignore[call-overload]
-    return found
+        by_unit.setdefault((int(index), int(place)), []).append(part)  # type: ignore[call-overload]
+    return by_unit

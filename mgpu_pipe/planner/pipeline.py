@@ -132,14 +132,14 @@ def stage_contents(costs: LayerCosts, layers: Sequence[range], ranks_of_stages: 
     Args:
         ranks_of_stages: the pipeline rank of every stage.
     """
-    found = []
-    for stage, (held, rank) in enumerate(zip(layers, ranks_of_stages, strict=True)):
+    contents = []
+    for stage, (own_layers, rank) in enumerate(zip(layers, ranks_of_stages, strict=True)):
         first, last = stage == 0, stage == len(layers) - 1
         # A tied head is a copy of its own, unless the embedding is on the same rank.
         shares = last and costs.tied and rank == ranks_of_stages[0]
-        parameters = sum(costs.layer_parameters[held.start : held.stop])
+        parameters = sum(costs.layer_parameters[own_layers.start : own_layers.stop])
         parameters += costs.embedding_parameters * first
         parameters += (costs.norm_parameters + (0 if shares else costs.head_parameters)) * last
-        share, known = costs.stage(held) / costs.total, parameters if costs.counted else None
-        found.append(StageContent(stage, rank, held, known, share, first, last))
-    return found
+        share, known = costs.stage(own_layers) / costs.total, parameters if costs.counted else None
+        contents.append(StageContent(stage, rank, own_layers, known, share, first, last))
+    return contents

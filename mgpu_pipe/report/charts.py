@@ -78,11 +78,11 @@ def _curves(views: list[RunView], column: str, smooth: bool = False) -> list[Cur
     """One curve a run; a run alone shows its smoothed curve over the raw one."""
     if len(views) == 1:
         return _one(views[0], column, smooth)
-    found = []
+    curves = []
     for color, view in enumerate(views):
         measured, label = _measured(view, column), str(color + 1)
-        found.append(Curve(label, smoothed(measured) if smooth else measured, color, legend=label))
-    return found
+        curves.append(Curve(label, smoothed(measured) if smooth else measured, color, legend=label))
+    return curves
 
 
 def _one(view: RunView, column: str, smooth: bool) -> list[Curve]:

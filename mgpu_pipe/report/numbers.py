@@ -51,11 +51,11 @@ def duration(seconds: float) -> str:
         return MISSING
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
+    total = round(seconds)
     for unit, rest, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {rest}"
-    return f"{whole} s"
+        if total >= size:
+            return f"{total // size} {unit} {total % size // part} {rest}"
+    return f"{total} s"
 
 
 def gibibytes(size: float) -> str:

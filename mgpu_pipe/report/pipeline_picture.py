@@ -23,13 +23,13 @@ def pipeline_picture(
     Where it is still too wide, the middle is left out.
     """
     by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
-    held = stages_by_rank(schedule, ranks, stages_per_rank)
+    stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
     timed = timeline(by_rank)
     span = int(max(entry.end for row in timed for entry in row))
     head = len(f"rank {ranks - 1}  ")
     cell = len(f"F{micro_batches - 1} ")
     numbered = head + span * cell <= width
-    rows = [_cells(row, span, held[rank], numbered, cell) for rank, row in enumerate(timed)]
+    rows = [_cells(row, span, stages_of_ranks[rank], numbered, cell) for rank, row in enumerate(timed)]
     room = width - head
     if not numbered and span > room:
         side = (room - 5) // 2
@@ -37,7 +37,7 @@ def pipeline_picture(
     lines = [f"{f'rank {rank}':<{head}}{row}".rstrip() for rank, row in enumerate(rows)]
     kinds = sorted({action.kind for stream in by_rank for action in stream}, key="FBIW".index)
     legend = ", ".join(f"{kind} {LEGEND[kind]}" for kind in kinds)
-    small = "; small letters: second stage" if len(held[0]) > 1 else ""
+    small = "; small letters: second stage" if len(stages_of_ranks[0]) > 1 else ""
     return [*lines, f"{legend}, {IDLE} idle{small}"]
 
 
@@ -63,11 +63,11 @@ def schedule_lines(
     bubble = bubble_of(timeline(by_rank))
     each = len(stages_by_rank(schedule, ranks, stages_per_rank)[0])
     most = max(map(most_in_flight, by_rank))
-    held = f"{most} micro-batches" if each == 1 else f"{most} passes of a stage"
+    in_flight = f"{most} micro-batches" if each == 1 else f"{most} passes of a stage"
     split = ", gradients of inputs and weights apart" if SCHEDULES[schedule].splits_backward else ""
     return [
         f"{schedule}, {ranks} ranks of {each} stage{'s' if each > 1 else ''}, {micro_batches} micro-batches{split}",
         *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank, width),
-        f"bubble {bubble:.1%} of the step, were all stages equally fast; at most {held} in flight on a rank",
+        f"bubble {bubble:.1%} of the step, were all stages equally fast; at most {in_flight} in flight on a rank",
         *(content.describe() for content in contents),
     ]

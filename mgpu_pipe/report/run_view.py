@@ -83,9 +83,9 @@ class RunView:
     @property
     def tokens_per_s(self) -> float:
         """Median of the steps after the first ones; NaN where nothing was measured."""
-        found = finite(self.metrics.get("throughput/tokens_per_s", []))
-        if found:
-            return statistics.median(found[WARM_UP_ROWS:] or found)
+        rates = finite(self.metrics.get("throughput/tokens_per_s", []))
+        if rates:
+            return statistics.median(rates[WARM_UP_ROWS:] or rates)
         return self.final("throughput/tokens_per_s")
 
     @property
@@ -119,8 +119,8 @@ class RunView:
     @property
     def peak_gib(self) -> float:
         """Largest memory of a process, in GiB."""
-        found = finite(self.metrics.get("memory/peak_gib", []))
-        return max(found) if found else number(self.of_summary("memory", "peak_gib"))
+        peaks = finite(self.metrics.get("memory/peak_gib", []))
+        return max(peaks) if peaks else number(self.of_summary("memory", "peak_gib"))
 
     def final(self, column: str) -> float:
         """The last value of a metric: the summary's, else the last one in the metrics file; NaN if there is none."""

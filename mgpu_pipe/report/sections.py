@@ -64,10 +64,10 @@ def topology_text(view: RunView) -> str:
 def figures(view: RunView) -> list[dict[str, str]]:
     """The key figures, most telling first; what was not measured is left out."""
     objective, headline = view.objective, view.objective.headline
-    found = [_card(headline.title.capitalize(), numbers.metric(view.headline, headline.percent), baseline_text(view))]
+    cards = [_card(headline.title.capitalize(), numbers.metric(view.headline, headline.percent), baseline_text(view))]
     loss, held_out = view.final("train/loss"), view.final("val/loss")
-    found.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit))
-    found.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
+    cards.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit))
+    cards.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")
     shown = numbers.MISSING if math.isnan(rate) else numbers.count(rate)
@@ -79,12 +79,12 @@ def figures(view: RunView) -> list[dict[str, str]]:
         "" if math.isnan(mfu) else f"MFU {100 * mfu:.1f}%",
     ]
     note = "; ".join(part for part in told if part)
-    found.append(_card("Throughput", shown, note))
+    cards.append(_card("Throughput", shown, note))
     total = view.total_steps
-    found.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
-    found.append(_card("Wall time", numbers.duration(view.wall_s), _attempts_text(view)))
-    found.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), "of a process"))
-    return [card for card in found if card["value"] != numbers.MISSING]
+    cards.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
+    cards.append(_card("Wall time", numbers.duration(view.wall_s), _attempts_text(view)))
+    cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), "of a process"))
+    return [card for card in cards if card["value"] != numbers.MISSING]
 
 
 def baseline_text(view: RunView) -> str:
@@ -145,15 +145,15 @@ def comparison(views: list[RunView]) -> dict[str, Any]:
 
 def samples(views: list[RunView]) -> list[dict[str, str]]:
     """Generated texts; the prompt apart from what the model wrote."""
-    found = []
+    shown = []
     for view, label in zip(views, run_labels(views), strict=True):
         listed = view.summary.get("samples")
         for sample in listed if isinstance(listed, list) else []:
             if isinstance(sample, Mapping):
                 prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
                 title = label if len(views) > 1 else ""
-                found.append({"title": title, "prompt": prompt, "text": text.removeprefix(prompt) if prompt else text})
-    return found
+                shown.append({"title": title, "prompt": prompt, "text": text.removeprefix(prompt) if prompt else text})
+    return shown
 
 
 def blocks(view: RunView) -> list[dict[str, Any]]:

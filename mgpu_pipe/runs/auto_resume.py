@@ -40,8 +40,8 @@ def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str] = 
 
 def named_after(folder: Path) -> str:
     """The digits of a mathematics hash that a run's folder was named with; empty where it has another name."""
-    found = OWN_NAME.fullmatch(folder.name)
-    return "" if found is None else found[1]
+    match = OWN_NAME.fullmatch(folder.name)
+    return "" if match is None else match[1]
 
 
 def attempts(root: Path) -> list[tuple[int, Path]]:
@@ -60,11 +60,11 @@ def _differences(config: RunConfig, run: Path) -> list[Difference]:
     """What of the mathematics differs between ``config`` and any attempt of ``run``; an unreadable one does."""
     for path in (RunPaths(run).config, *(path for _, path in attempts(run))):
         try:
-            found = differences(config, load_untrusted(path)[0])
+            changes = differences(config, load_untrusted(path)[0])
         except BadInputError:
             return [("config.yaml", "readable", "not readable")]
-        if found:
-            return found
+        if changes:
+            return changes
     return []
 
 
@@ -79,13 +79,13 @@ def _has_values(run: Path, swept: Iterable[str]) -> bool:
 
 
 def _why_new(config: RunConfig, newest: Path, swept: Sequence[str]) -> str:
-    found = _differences(config, newest)
-    told = [f"{key}={_shown(then)} there, {_shown(now)} here" for key, now, then in found[:LISTED]]
-    if not found:
+    changes = _differences(config, newest)
+    told = [f"{key}={_shown(then)} there, {_shown(now)} here" for key, now, then in changes[:LISTED]]
+    if not changes:
         told = [f"it was not launched with {' '.join(swept)}"]
-    more = f"; and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
     # only settings of the optimizer and its like may change in a run
-    goes_on = found and all(kind_of(key) is Kind.TOLD for key, _, _ in found)
+    goes_on = changes and all(kind_of(key) is Kind.TOLD for key, _, _ in changes)
     fix = f"; run.dir={newest} goes on in it all the same" if goes_on else ""
     return (
         f"checkpoint.resume=auto starts a new run, for the newest of this name, {newest}, is another "

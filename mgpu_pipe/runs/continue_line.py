@@ -63,8 +63,8 @@ def this_program() -> list[str]:
     if script.name == "__main__.py":
         python = "python" if shutil.which("python") == sys.executable else sys.executable
         return [python, "-m", "mgpu_pipe"]
-    found = shutil.which(PROGRAM)
-    if script.name != PROGRAM or not script.exists() or (found is not None and os.path.samefile(found, script)):
+    installed = shutil.which(PROGRAM)
+    if script.name != PROGRAM or not script.exists() or (installed is not None and os.path.samefile(installed, script)):
         return [PROGRAM]
     return [str(script.absolute())]
 

@@ -48,7 +48,7 @@ def describe_environment(command: Sequence[str], threads: Threads, world_size: i
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "host": socket.gethostname(),
         "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": cpu_cores()},
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
@@ -88,12 +88,12 @@ def _gpus() -> list[str]:
 
 def _git() -> dict[str, object]:
     """Commit of the folder the command ran in, and whether tracked files differ from it."""
-    found = _output("git", "rev-parse", "HEAD")
-    if not found:
+    commit = _output("git", "rev-parse", "HEAD")
+    if not commit:
         return {}
     status = ("status", "--porcelain", "--untracked-files=no")
     changed = _output("git", "-c", "core.fsmonitor=false", *status)  # which would run a program of the folder's choice
-    return {"commit": found, "dirty": bool(changed)}
+    return {"commit": commit, "dirty": bool(changed)}
 
 
 def _output(*command: str) -> str:

@@ -113,9 +113,9 @@ class RunLock:
     def _acquire(self) -> None:
         deadline = time.monotonic() + self._wait_s
         self._wait_for_flock(deadline)
-        held = _read(self.path)
-        if held and held.get("boot") != self._record["boot"]:
-            self._outwait_lease(held)
+        lease = _read(self.path)
+        if lease and lease.get("boot") != self._record["boot"]:
+            self._outwait_lease(lease)
             self._write()
             time.sleep(self._beat_s / 2)  # of two that took over at once, the later writer has it
             now = _read(self.path)
@@ -125,15 +125,15 @@ class RunLock:
 
     def _wait_for_flock(self, deadline: float) -> None:
         while not self._try_flock():
-            held = _read(self.path)
-            if held.get("boot") == self._record["boot"]:
-                if _launcher_lives(held) and held.get("state") != "stopping":
-                    raise self._refusal(held)
-            elif held and held.get("state") != "stopping":
-                self._outwait_lease(held)
+            lease = _read(self.path)
+            if lease.get("boot") == self._record["boot"]:
+                if _launcher_lives(lease) and lease.get("state") != "stopping":
+                    raise self._refusal(lease)
+            elif lease and lease.get("state") != "stopping":
+                self._outwait_lease(lease)
             if time.monotonic() >= deadline:
-                raise self._refusal(held)
-            self._say(f"{self.path.parent}: waiting for the workers of {_who(held)} to end")
+                raise self._refusal(lease)
+            self._say(f"{self.path.parent}: waiting for the workers of {_who(lease)} to end")
             time.sleep(LOOK_S)
 
     def _try_flock(self) -> bool:
@@ -144,29 +144,29 @@ class RunLock:
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise
-            held = _read(self.path)  # no flock on this file system: the lease decides on this host too
-            return not (held.get("boot") == self._record["boot"] and _launcher_lives(held))
+            lease = _read(self.path)  # no flock on this file system: the lease decides on this host too
+            return not (lease.get("boot") == self._record["boot"] and _launcher_lives(lease))
         return True
 
-    def _outwait_lease(self, held: Record) -> None:
+    def _outwait_lease(self, lease: Record) -> None:
         """Return once the lease of another host proved dead, or was given back."""
         dead_at = time.monotonic() + MISSED_BEATS * self._beat_s
         while time.monotonic() < dead_at:
-            self._say(f"{self.path.parent}: watching whether {_who(held)} is still alive")
+            self._say(f"{self.path.parent}: watching whether {_who(lease)} is still alive")
             time.sleep(min(LOOK_S, self._beat_s / 4))
             now = _read(self.path)
             if not now:
                 return
             if "raw" in now:
                 continue
-            if now != held and now.get("state") != "stopping":
+            if now != lease and now.get("state") != "stopping":
                 raise self._refusal(now)
-            if now != held:
-                held, dead_at = now, time.monotonic() + MISSED_BEATS * self._beat_s
+            if now != lease:
+                lease, dead_at = now, time.monotonic() + MISSED_BEATS * self._beat_s
 
-    def _refusal(self, held: Record) -> RunFolderError:
+    def _refusal(self, lease: Record) -> RunFolderError:
         return RunFolderError(
-            f"{self.path.parent}: another launch is {held.get('state', 'training')} in this folder ({_who(held)}); "
+            f"{self.path.parent}: another launch is {lease.get('state', 'training')} in this folder ({_who(lease)}); "
             "wait for that run, stop it, or choose another run.dir"
         )
 
@@ -190,12 +190,12 @@ class RunLock:
             if self._released.is_set() or self._lost:
                 return
             try:
-                held = _read(self.path)
-                if held.get("token") == self._record["token"]:
+                lease = _read(self.path)
+                if lease.get("token") == self._record["token"]:
                     self._record["beat"] = int(str(self._record["beat"])) + 1
                     self._write()
                 else:
-                    taken = f"{_who(held)} took its folder over" if held else "its lock file was removed"
+                    taken = f"{_who(lease)} took its folder over" if lease else "its lock file was removed"
                     self._lost = f"{self.path.parent}: this run ends: {taken}"
             except OSError as error:  # a full disk or an unreachable server: the next beat may pass
                 print(f"{self.path}: cannot renew the lock's lease: {error}", file=sys.stderr)
@@ -221,8 +221,8 @@ def is_held(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
-    held = _read(path)
-    return bool(held) and held.get("boot") != boot_id()
+    lease = _read(path)
+    return bool(lease) and lease.get("boot") != boot_id()
 
 
 def boot_id() -> str:
@@ -250,13 +250,13 @@ def _read(path: Path) -> Record:
     return record if isinstance(record, dict) else {}
 
 
-def _who(held: Record) -> str:
-    return f"process {held.get('pid', '?')} on {held.get('host', 'another host')}"
+def _who(lease: Record) -> str:
+    return f"process {lease.get('pid', '?')} on {lease.get('host', 'another host')}"
 
 
-def _launcher_lives(held: Record) -> bool:
-    start = _start_time(int(str(held.get("pid", 0))))
-    return start != "" and start == held.get("start")
+def _launcher_lives(lease: Record) -> bool:
+    start = _start_time(int(str(lease.get("pid", 0))))
+    return start != "" and start == lease.get("start")
 
 
 def _start_time(pid: int) -> str:

@@ -109,9 +109,9 @@ class MetricsWriter:
             if not name or any(ord(character) < 32 for character in name):
                 raise ValueError(f"{name!r} cannot be the name of a metric column")
         try:
-            found, rows = _read_rows(self.path)
-            self.columns = list(dict.fromkeys([*found, *wanted]))
-            if self.columns != found:
+            header, rows = _read_rows(self.path)
+            self.columns = list(dict.fromkeys([*header, *wanted]))
+            if self.columns != header:
                 _replace(self.path, self.columns, [[*row, *[""] * (len(self.columns) - len(row))] for row in rows])
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             _cut_torn_tail(self._descriptor)
@@ -168,8 +168,8 @@ def _read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
         content = read_bytes(path, MAX_TABLE_BYTES)
     except FileNotFoundError:
         return [], []
-    whole = content[: content.rfind(b"\n") + 1].decode("utf-8", errors="replace").replace("\0", "")
-    lines = csv.reader(io.StringIO(whole, newline=""))
+    text = content[: content.rfind(b"\n") + 1].decode("utf-8", errors="replace").replace("\0", "")
+    lines = csv.reader(io.StringIO(text, newline=""))
     columns = next(lines, [])
     if "step" not in columns:
         return [], []
@@ -204,9 +204,9 @@ def _cut_torn_tail(descriptor: int) -> None:
     end, block = size, 4096
     while end > 0:
         start = max(0, end - block)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            end = start + found + 1
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
             break
         end = start
     if end < size:

@@ -32,17 +32,17 @@ def is_run_folder(folder: Path) -> bool:
 
 def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
     """Run folders at most ``depth`` folders below ``root``, or ``root`` itself; the one begun last first."""
-    found: list[Path] = []
+    runs: list[Path] = []
     level = [root]
     for _ in range(depth + 1):
         below: list[Path] = []
         for folder in level:
             if is_run_folder(folder):
-                found.append(folder)
+                runs.append(folder)
             else:
                 below += _folders_in(folder)
         level = below
-    return _newest_first(found)
+    return _newest_first(runs)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -112,10 +112,10 @@ def recorded(folder: Path) -> dict[str, object]:
     """``environment.json`` of a run; empty where there is none that can be read."""
     try:
         path = RunPaths(folder).environment
-        found = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
+        content = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
     except (OSError, ValueError, NotPlainError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _newest_first(runs: list[Path]) -> list[Path]:

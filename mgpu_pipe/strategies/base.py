@@ -124,10 +124,10 @@ class EngineStrategy(ParallelStrategy):
         counts[rank] = len(rows) if self.counts_its_samples else 0
         ends = self.sum_over_data(counts).cumsum(0).tolist()
         first = ends[rank] - len(rows)
-        whole = rows.new_zeros(ends[-1], *rows.shape[1:])
+        gathered = rows.new_zeros(ends[-1], *rows.shape[1:])
         if self.counts_its_samples:
-            whole[first : first + len(rows)] = rows
-        return self.sum_over_data(whole), first
+            gathered[first : first + len(rows)] = rows
+        return self.sum_over_data(gathered), first
 
     @property
     def counts_its_samples(self) -> bool:

@@ -269,8 +269,8 @@ class DeepSpeedStrategy(EngineStrategy):
         if self._first_step is None:
             self._first_step = step_batch.step
         if step_batch.step == self._first_step:
-            held = storage_bytes(self.state.held_gradients(), self._device.type)
-            self._memory["gradients"] = max(self._memory.get("gradients", 0), held)
+            size = storage_bytes(self.state.held_gradients(), self._device.type)
+            self._memory["gradients"] = max(self._memory.get("gradients", 0), size)
 
     def _finish_step(self, step_batch: StepBatch, loss_sum: torch.Tensor) -> StepResult:
         gradients = [gradient for _, gradient in self.state.gradients()]

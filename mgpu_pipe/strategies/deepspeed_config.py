@@ -144,7 +144,7 @@ def generate(
         if offload == "none":  # the norm is ours
             zero["compute_grad_norm"] = False
     zero |= _offload(stage, offload, offload_path, pinned)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_micro_batches,
@@ -157,8 +157,8 @@ def generate(
         "steps_per_print": 1 << 62,
     }
     if precision == "bf16":
-        found["bf16"] = {"enabled": True, "check_grad_overflow": False}
-    return _merged(found, raw or {})
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    return _merged(settings, raw or {})
 
 
 def _offload(stage: int, offload: str, path: str | None, pinned: bool) -> dict[str, Any]:
@@ -167,20 +167,20 @@ def _offload(stage: int, offload: str, path: str | None, pinned: bool) -> dict[s
     place: dict[str, Any] = {"device": offload, "pin_memory": pinned}
     if offload == "nvme":
         place["nvme_path"] = str(Path(str(path)).expanduser().resolve())
-    found = {"offload_optimizer": place}
+    settings = {"offload_optimizer": place}
     if stage == 3:
         # Weights stay in host memory under nvme as well: the optimizer state is six times as large.
-        found["offload_param"] = {"device": "cpu", "pin_memory": pinned}
-    return found
+        settings["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return settings
 
 
 def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(base)
+    merged = dict(base)
     for name, value in over.items():
-        held = found.get(name)
-        both = isinstance(held, dict) and isinstance(value, Mapping)
-        found[name] = _merged(held, value) if both and isinstance(held, dict) else value
-    return found
+        section = merged.get(name)
+        both = isinstance(section, dict) and isinstance(value, Mapping)
+        merged[name] = _merged(section, value) if both and isinstance(section, dict) else value
+    return merged
 
 
 def deepspeed_errors(config: RunConfig) -> list[BadInputError]:

@@ -67,11 +67,11 @@ def _fields(section: str) -> frozenset[str]:
     except (OSError, SyntaxError, UnicodeDecodeError):
         return frozenset()
     node = next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
-    found: set[str] = set()
+    names: set[str] = set()
     for entry in node.body if node is not None else []:
         if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            found.add(entry.target.id)
+            names.add(entry.target.id)
             for word in entry.value.keywords if isinstance(entry.value, ast.Call) else []:
                 if word.arg == "alias" and isinstance(word.value, ast.Constant):
-                    found.add(str(word.value.value))
-    return frozenset(found)
+                    names.add(str(word.value.value))
+    return frozenset(names)

@@ -194,10 +194,10 @@ class ParallelModel:
             # Several micro-batches are under way at once, and each would gather the weights again.
             options = ShardingOptions(False, options.prefetch, options.offload)
         mesh = dims.data_mesh(self._device.type)
-        expert_mesh = None
-        if self._expert_mesh is not None:
-            whole = self._expert_mesh
-            expert_mesh = whole["expert_shard"] if dims.dp_replicate == 1 else whole["dp_replicate", "expert_shard"]
+        expert_mesh = self._expert_mesh
+        if expert_mesh is not None:
+            axes = ("expert_shard",) if dims.dp_replicate == 1 else ("dp_replicate", "expert_shard")
+            expert_mesh = expert_mesh[axes]
         self.sharded = apply_fully_shard(
             model, mesh, self._options.precision, options, experts=experts, expert_mesh=expert_mesh
         )

@@ -126,7 +126,7 @@ class StepGradients:
 def counted_once(model: torch.nn.Module) -> list[bool]:
     """For each trained parameter whether this rank's part counts in the norm: every element on one rank."""
     layouts = layouts_of(model)
-    found = []
+    counted = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -136,8 +136,8 @@ def counted_once(model: torch.nn.Module) -> list[bool]:
             at = parameter.device_mesh.get_coordinate()
             assert at is not None
             counts = all(at[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate))
-        found.append(counts)
-    return found
+        counted.append(counts)
+    return counted
 
 
 def _summed(values: torch.Tensor) -> torch.Tensor:

@@ -22,12 +22,12 @@ def claim(root: Path, token: str) -> Path:
     with (root / GUARD.format(user=os.getuid())).open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         folder.mkdir(exist_ok=True)
-        held = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(held, fcntl.LOCK_SH)
+        descriptor = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
         for other in root.glob(f"{PREFIX}*"):
             if other != folder and not _is_held(other):
                 shutil.rmtree(other, ignore_errors=True)
-    atexit.register(_release, folder, held)
+    atexit.register(_release, folder, descriptor)
     return folder
 
 
@@ -47,8 +47,8 @@ def _is_held(folder: Path) -> bool:
     return False
 
 
-def _release(folder: Path, held: int) -> None:
+def _release(folder: Path, descriptor: int) -> None:
     """Give up this process's hold; the last one on the node takes the folder away."""
-    os.close(held)
+    os.close(descriptor)
     if folder.exists() and not _is_held(folder):
         shutil.rmtree(folder, ignore_errors=True)

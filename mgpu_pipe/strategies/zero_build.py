@@ -113,8 +113,8 @@ def _read_parts(model: nn.Module, folder: FolderWeights, dtype: torch.dtype, ran
 def elements_of(stored: Any, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
     """Elements ``start`` to ``stop`` of a flattened tensor or slice of a file, of which the rows there are read."""
     if not shape:
-        whole: torch.Tensor = stored[...]
-        return whole.reshape(1)[start:stop]
+        tensor: torch.Tensor = stored[...]
+        return tensor.reshape(1)[start:stop]
     row = max(1, prod(shape[1:]))
     first = start // row
     rows: torch.Tensor = stored[first : max(first, -(-stop // row))]
@@ -135,8 +135,8 @@ def _draw_elements(
 
 def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is old:
+        for name, parameter in module._parameters.items():
+            if parameter is old:
                 module._parameters[name] = new
 
 

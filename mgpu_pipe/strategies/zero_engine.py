@@ -62,8 +62,8 @@ def check_settings(settings: dict[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        found = f"strategy.deepspeed_config.zero_optimization.{name}"
-        raise ConfigError(found, first["input"], "correct it", f"DeepSpeed says: {first['msg']}") from None
+        key = f"strategy.deepspeed_config.zero_optimization.{name}"
+        raise ConfigError(key, first["input"], "correct it", f"DeepSpeed says: {first['msg']}") from None
 
 
 def zero_engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:

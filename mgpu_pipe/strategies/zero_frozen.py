@@ -70,6 +70,6 @@ def _gather_parts(parameter: nn.Parameter, values: torch.Tensor) -> None:
     size = -(-parameter.numel() // ranks)
     mine = torch.zeros(size, dtype=values.dtype, device=values.device)
     mine[: values.numel()] = values
-    whole = torch.empty(size * ranks, dtype=values.dtype, device=values.device)
-    dist.all_gather_into_tensor(whole, mine)
-    parameter.data.view(-1).copy_(whole[: parameter.numel()])
+    gathered = torch.empty(size * ranks, dtype=values.dtype, device=values.device)
+    dist.all_gather_into_tensor(gathered, mine)
+    parameter.data.view(-1).copy_(gathered[: parameter.numel()])

@@ -43,8 +43,8 @@ class ZeroTwoState(ZeroState):
         DeepSpeed has a second copy of the one, and keeps of the other the whole parameters at the part's ends; where it
         casts gradients to fp32, it adds them up in the part itself.
         """
-        for whole, master in zip(self.zero.parallel_partitioned_bit16_groups, self.masters(), strict=True):
-            master.data = whole[self._rank].data
+        for weights, master in zip(self.zero.parallel_partitioned_bit16_groups, self.masters(), strict=True):
+            master.data = weights[self._rank].data
         keep_one_copy(self.zero)
 
     def masters(self) -> list[torch.Tensor]:
@@ -60,21 +60,21 @@ class ZeroTwoState(ZeroState):
             yield from tensors or []
         for parameters in self.zero.bit16_groups:
             for parameter in parameters:
-                held = (parameter.grad, getattr(parameter, "grad_accum", None))
-                yield from (gradient for gradient in held if gradient is not None)
+                copies = (parameter.grad, getattr(parameter, "grad_accum", None))
+                yield from (gradient for gradient in copies if gradient is not None)
 
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         if self.zero.cpu_offload:
             offloaded = [flat.grad for flat in self.masters()]
             return [(f, f.of(offloaded[f.group])) for f in self.fragments]  # type: ignore[arg-type]
-        found: dict[tuple[int, int], torch.Tensor] = {}
+        by_range: dict[tuple[int, int], torch.Tensor] = {}
         for group, tensors in self.zero.averaged_gradients.items():
             at = 0
             for tensor in tensors or []:
-                found[group, at] = tensor.detach().view(-1)
+                by_range[group, at] = tensor.detach().view(-1)
                 at += tensor.numel()
         there = {group for group, tensors in self.zero.averaged_gradients.items() if tensors is not None}
-        return [(f, found[f.group, f.offset][: f.numel]) for f in self.fragments if f.group in there]
+        return [(f, by_range[f.group, f.offset][: f.numel]) for f in self.fragments if f.group in there]
 
     def gradients_reduced(self) -> None:
         # DeepSpeed would keep all parameters' gradients, and the bucket that they are in, until the update.

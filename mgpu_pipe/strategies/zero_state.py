@@ -60,8 +60,8 @@ class ZeroState:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that updates the flat tensors."""
-        found: torch.optim.Optimizer = self.zero.optimizer
-        return found
+        wrapped: torch.optim.Optimizer = self.zero.optimizer
+        return wrapped
 
     def masters(self) -> list[torch.Tensor]:
         """The flat fp32 weights of every group, live; also the keys of the optimizer's state."""
@@ -116,8 +116,8 @@ class ZeroState:
         return flat.detach(), self.optimizer.state.get(flat, {})
 
     def master_shards(self) -> list[LocalShard]:
-        found = {group: self.values(group)[0] for group in {f.group for f in self.fragments}}
-        return [p for f in self.fragments for p in fragment_shards(f.name, f.shape, f.start, f.of(found[f.group]))]
+        values = {group: self.values(group)[0] for group in {f.group for f in self.fragments}}
+        return [p for f in self.fragments for p in fragment_shards(f.name, f.shape, f.start, f.of(values[f.group]))]
 
     def gradient_shards(self, unused: Iterable[str] = ()) -> list[LocalShard]:
         without = set(unused)
@@ -134,10 +134,10 @@ class ZeroState:
         Raises:
             CheckpointError: a state that is neither a tensor of the flat tensor's size nor a scalar or number.
         """
-        found = {group: self.values(group) for group in {f.group for f in self.fragments}}
+        values = {group: self.values(group) for group in {f.group for f in self.fragments}}
         shards: list[LocalShard] = []
         for f in self.fragments:
-            flat, state = found[f.group]
+            flat, state = values[f.group]
             for key, value in state.items():
                 name = f"{f.name}/{key}"
                 if isinstance(value, torch.Tensor) and is_flat(value, flat):
@@ -198,20 +198,20 @@ class ZeroState:
         if not spared:
             step()
             return
-        held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            held.clear()
+            pairs.clear()
             present = {id(p) for group in optimizer.param_groups for p in group["params"]}
             masters = self.masters()
             for f in spared:
                 flat = masters[f.group]
                 if id(flat) in present:
                     values = [flat.detach(), *optimizer.state.get(flat, {}).values()]
-                    held.extend((f.of(v), f.of(v).clone()) for v in values if is_flat(v, flat))
+                    pairs.extend((f.of(v), f.of(v).clone()) for v in values if is_flat(v, flat))
 
         def put_back(*_: object) -> None:
-            for live, copy in held:
+            for live, copy in pairs:
                 live.copy_(copy)
 
         hooks = [self.optimizer.register_step_pre_hook(keep), self.optimizer.register_step_post_hook(put_back)]

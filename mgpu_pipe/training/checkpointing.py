@@ -297,14 +297,14 @@ class Checkpointer:
         """
         if not self._config.keep_best:
             return []
-        found: dict[int, float | None] = {}
+        values: dict[int, float | None] = {}
         before = newest if self._finite_step is None else min(newest + 1, self._finite_step)
         ruined = ruined_steps(self._paths.checkpoints)
         for info in list_steps(self._paths.checkpoints):
             if info.whole and info.step < before and info.step not in ruined:
                 metrics = json.loads((info.path / "state.json").read_text()).get("metrics", {})
-                found[info.step] = metrics.get(self._config.best_metric)
-        return best(found, self._config.keep_best, self._highest)
+                values[info.step] = metrics.get(self._config.best_metric)
+        return best(values, self._config.keep_best, self._highest)
 
 
 def _warn(text: str) -> None:

@@ -105,5 +105,5 @@ def weights_reader(config: RunConfig) -> CheckpointReader:
     """A collective call: the run that the weights come from may be saving, and ranks that look by themselves would
     take different steps of it."""
     keep = config.checkpoint
-    found = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
-    return CheckpointReader(Path(exchange_json(str(found), None)[0]), keep.verify)
+    step = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
+    return CheckpointReader(Path(exchange_json(str(step), None)[0]), keep.verify)

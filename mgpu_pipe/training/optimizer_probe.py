@@ -58,16 +58,16 @@ def probe(target: str, lr: float, weight_decay: float, options: Mapping[str, Any
     given = {name: value for name, value in options.items() if not (cuda and name in ("capturable", "fused"))}
     try:
         make = _maker(target, lr, weight_decay, given)
-        whole = _run(make, _tensors(), range(STEPS))
+        unsharded = _run(make, _tensors(), range(STEPS))
     except MgpuError as error:
         return Findings(str(error))
     except FAULTS as error:
         return _blamed(target, lr, weight_decay, given, error)
-    refusal = _cannot_go_on(make, whole)
+    refusal = _cannot_go_on(make, unsharded)
     if refusal is not None:
         return Findings(refusal)
     at_start = bool(_run(make, _tensors(), []).optimizer.state)
-    return Findings(scope=_scope(make, whole), in_place=whole.in_place, state_at_start=at_start)
+    return Findings(scope=_scope(make, unsharded), in_place=unsharded.in_place, state_at_start=at_start)
 
 
 @dataclass
@@ -151,12 +151,12 @@ def _blamed(target: str, lr: float, weight_decay: float, options: Mapping[str, A
     return Findings(f"it cannot take a step: {reason}")
 
 
-def _cannot_go_on(make: Make, whole: _Run) -> str | None:
+def _cannot_go_on(make: Make, unsharded: _Run) -> str | None:
     """Why a run could not go on from a checkpoint of the state, or None."""
-    if not _close(whole, _run(make, _tensors(), range(STEPS), seed=1).values):
+    if not _close(unsharded, _run(make, _tensors(), range(STEPS), seed=1).values):
         return "its update draws random numbers, which differ from rank to rank and after a resume"
-    for parameter in whole.parameters:
-        for name, value in whole.optimizer.state[parameter].items():
+    for parameter in unsharded.parameters:
+        for name, value in unsharded.optimizer.state[parameter].items():
             if not isinstance(value, torch.Tensor | bool | int | float | None):
                 return (
                     f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number, "
@@ -168,18 +168,18 @@ def _cannot_go_on(make: Make, whole: _Run) -> str | None:
         rest = _run(make, half.values, range(STEPS // 2, STEPS), state=state)
     except FAULTS:
         return "it cannot go on from its saved state"
-    if not _close(whole, rest.values):
+    if not _close(unsharded, rest.values):
         return "it keeps state outside of its parameters' state, which no checkpoint holds"
     return None
 
 
-def _scope(make: Make, whole: _Run) -> str:
+def _scope(make: Make, unsharded: _Run) -> str:
     tensors = _tensors()
     try:
         alone = [_run(make, tensors, range(STEPS), only=[index]).values[0] for index in range(len(tensors))]
     except FAULTS:
         return "model"
-    if not _close(whole, alone):
+    if not _close(unsharded, alone):
         return "model"
     cuts: list[Cut] = [
         lambda t: t[:2],
@@ -196,20 +196,20 @@ def _scope(make: Make, whole: _Run) -> str:
                 part = _run(make, tensors, range(STEPS), only=[index], cut=cut).values[0]
             except FAULTS:
                 return "tensor"
-            if not _same(cut(tensors[index]), cut(whole.values[index]), part):
+            if not _same(cut(tensors[index]), cut(unsharded.values[index]), part):
                 return "tensor"
     return "element"
 
 
-def _close(whole: _Run, values: Sequence[torch.Tensor]) -> bool:
-    return all(_same(*triple) for triple in zip(_tensors(), whole.values, values, strict=True))
+def _close(unsharded: _Run, values: Sequence[torch.Tensor]) -> bool:
+    return all(_same(*triple) for triple in zip(_tensors(), unsharded.values, values, strict=True))
 
 
-def _same(before: torch.Tensor, expected: torch.Tensor, found: torch.Tensor) -> bool:
+def _same(before: torch.Tensor, expected: torch.Tensor, actual: torch.Tensor) -> bool:
     if not expected.numel():
-        return found.shape == expected.shape
+        return actual.shape == expected.shape
     largest = float((expected - before).abs().max())
-    return bool((expected - found).abs().max() <= TOLERANCE * largest) or torch.equal(expected, found)
+    return bool((expected - actual).abs().max() <= TOLERANCE * largest) or torch.equal(expected, actual)
 
 
 def main() -> None:

@@ -20,5 +20,5 @@ def strategy_class(engine: str) -> type[EngineStrategy]:
     own: dict[str, type[EngineStrategy]] = {"mesh": MeshStrategy, "deepspeed": DeepSpeedStrategy}
     if engine in own:
         return own[engine]
-    found: type[EngineStrategy] = whole_subclass("strategy.engine", engine, STRATEGY_GROUP, EngineStrategy)
-    return found
+    registered: type[EngineStrategy] = whole_subclass("strategy.engine", engine, STRATEGY_GROUP, EngineStrategy)
+    return registered

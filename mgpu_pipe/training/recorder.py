@@ -165,15 +165,15 @@ class StepRecorder(pl.Callback):
         if not self._step_seconds:
             return {}
         tokens, samples, padding = zip(*self._step_work, strict=True)
-        found = {
+        rates = {
             "throughput/tokens_per_s": _median_rate(tokens, self._step_seconds),
             "throughput/samples_per_s": _median_rate(samples, self._step_seconds),
             "throughput/padding": sum(padding) / max(sum(tokens), 1),
             "throughput/step_s": statistics.median(self._step_seconds),
         }
         if self._mfu is not None:
-            found["throughput/mfu"] = self._mfu(found["throughput/tokens_per_s"])
-        return found
+            rates["throughput/mfu"] = self._mfu(rates["throughput/tokens_per_s"])
+        return rates
 
     def _evaluation_due(self, step: int) -> bool:
         every = self._config.val_every_n_steps

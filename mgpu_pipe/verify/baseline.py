@@ -74,8 +74,8 @@ class BaselineRun:
         samples = sum(spec.rows(batch) for batch in batches)
         losses = []
         for batch in batches:
-            found = self._objective.reference_loss(self._forward, self.model, batch)
-            loss, auxiliary = found.loss_sum / count, found.auxiliary_sum / samples
+            reference = self._objective.reference_loss(self._forward, self.model, batch)
+            loss, auxiliary = reference.loss_sum / count, reference.auxiliary_sum / samples
             ((loss + auxiliary) * self._scale).backward()
             losses.append(float(loss.detach()))
         with torch.no_grad():

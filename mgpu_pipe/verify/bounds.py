@@ -71,7 +71,7 @@ class Worst:
 
 def bounds(precision: str) -> dict[str, float]:
     """The bounds in words, for the certificate."""
-    found = {
+    texts = {
         "loss": LOSS,
         "gradient_norm": NORM,
         "gradient": GRADIENT,
@@ -79,7 +79,7 @@ def bounds(precision: str) -> dict[str, float]:
         "weights": WEIGHTS,
         "initial_weights": INITIAL,
     }
-    return found if precision == "fp32" else {**found, "low_precision_factor": BF16_FACTOR}
+    return texts if precision == "fp32" else {**texts, "low_precision_factor": BF16_FACTOR}
 
 
 def worst_of(measurements: Iterable[Measurement]) -> list[Worst]:
@@ -89,20 +89,20 @@ def worst_of(measurements: Iterable[Measurement]) -> list[Worst]:
     the fp32 bound more. There the steps of a quantity (of one parameter) are taken together as the root of their
     mean square, since the rounding errors of one step may cancel by luck, on either side.
     """
-    found: dict[str, Worst] = {}
+    by_quantity: dict[str, Worst] = {}
     for judged in _judged(list(measurements)):
-        held = found.get(judged.quantity)
-        if held is None or judged.ratio > held.ratio:
-            found[judged.quantity] = judged
-    return [found[quantity] for quantity in QUANTITIES if quantity in found]
+        worst = by_quantity.get(judged.quantity)
+        if worst is None or judged.ratio > worst.ratio:
+            by_quantity[judged.quantity] = judged
+    return [by_quantity[quantity] for quantity in QUANTITIES if quantity in by_quantity]
 
 
 def _judged(measurements: list[Measurement]) -> list[Worst]:
     pooled: dict[tuple[str, str], list[Measurement]] = {}
-    found: list[Worst] = []
+    judged: list[Worst] = []
     for one in measurements:
         if one.alone is None:
-            found.append(Worst(one.quantity, one.error, one.bound, one.step, one.where))
+            judged.append(Worst(one.quantity, one.error, one.bound, one.step, one.where))
         else:
             # The weights are judged as a whole; where they are worst changes from step to step.
             pooled.setdefault((one.quantity, "" if one.quantity == "weights" else one.where), []).append(one)
@@ -111,8 +111,8 @@ def _judged(measurements: list[Measurement]) -> list[Worst]:
         bound += _root_mean_square(one.bound for one in steps)
         worst = max(steps, key=lambda one: one.error)
         error = _root_mean_square(one.error for one in steps)
-        found.append(Worst(quantity, error, bound, worst.step, worst.where))
-    return found
+        judged.append(Worst(quantity, error, bound, worst.step, worst.where))
+    return judged
 
 
 def _root_mean_square(values: Iterable[float]) -> float:

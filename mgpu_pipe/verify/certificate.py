@@ -87,7 +87,7 @@ def certificate(
     return Certificate(worst, values)
 
 
-def show(found: Certificate, title: str) -> None:
+def show(result: Certificate, title: str) -> None:
     """Print the table on standard output: every quantity with its worst comparison."""
     from rich.console import Console
     from rich.table import Table
@@ -97,7 +97,7 @@ def show(found: Certificate, title: str) -> None:
         table.add_column(name, justify="left" if name == "quantity" else "right", no_wrap=True)
     table.add_column("where it is worst", overflow="fold")
     table.add_column("")
-    for one in found.worst:
+    for one in result.worst:
         table.add_row(
             one.quantity,
             f"{one.error:.1e}" if one.error else "0",
@@ -109,17 +109,17 @@ def show(found: Certificate, title: str) -> None:
     Console(file=sys.stdout, highlight=False, markup=False, emoji=False).print(table)
 
 
-def failures(found: Certificate) -> list[str]:
+def failures(result: Certificate) -> list[str]:
     """One line for each broken bound: what, where, and in which step; and for each quantity that was not compared."""
-    compared = {one.quantity for one in found.worst}
-    return [*(f"{name}: was not compared" for name in QUANTITIES if name not in compared), *_broken(found)]
+    compared = {one.quantity for one in result.worst}
+    return [*(f"{name}: was not compared" for name in QUANTITIES if name not in compared), *_broken(result)]
 
 
-def _broken(found: Certificate) -> list[str]:
+def _broken(result: Certificate) -> list[str]:
     return [
         f"{one.quantity}, {one.where}, {f'step {one.step}' if one.step else 'before the first step'}: not that of one "
         f"process; error {one.error:.3g}, bound {one.bound:.3g}"
-        for one in found.worst
+        for one in result.worst
         if not one.passed
     ]
 

@@ -189,16 +189,16 @@ class _Comparison(pl.Callback):
         """How far one bf16 process is off, over the micro-batches of the configured plan."""
         assert self._alone is not None
         assert self._plain is not None
-        found = self._alone.step(step, micro_batches(self._batches[step], self._spec, self._plan.micro_batch_size))
+        measured = self._alone.step(step, micro_batches(self._batches[step], self._spec, self._plan.micro_batch_size))
         expected = self._expected
         total = norm_of(expected.gradients.values()) or 1.0
-        off = {name: norm_of([found.gradients[name] - g]) / total for name, g in expected.gradients.items()}
+        off = {name: norm_of([measured.gradients[name] - g]) / total for name, g in expected.gradients.items()}
         self._alone_errors = {("gradient", name): error for name, error in off.items()}
         weights = {shard.tensor_slice.name: shard.tensor for shard in self._plain.weights()}
         differences = [shard.tensor - weights[shard.tensor_slice.name] for shard in self._alone.weights()]
         self._alone_errors["weights", ""] = norm_of(differences) / norm_of(weights.values())
-        self._alone_errors["loss", ""] = _relative(found.loss, expected.loss)
-        self._alone_errors["gradient norm", ""] = _relative(found.norm, expected.norm)
+        self._alone_errors["loss", ""] = _relative(measured.loss, expected.loss)
+        self._alone_errors["gradient norm", ""] = _relative(measured.norm, expected.norm)
 
     def _share(self, shards: list[LocalShard]) -> Tensors:
         return from_rank_0({shard.tensor_slice.name: shard.tensor for shard in shards})

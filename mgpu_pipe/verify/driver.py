@@ -68,8 +68,8 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
         return _failed(outcome, stopped)
     content = json.loads((paths.root / COMPARISON).read_text(encoding="utf-8"))
     worst = [Worst.from_dict(values) for values in content["worst"]]
-    found = certificate(config, overrides, small, dims, worst, content["comparisons"], environment)
-    return _conclude(found, paths.root, title)
+    result = certificate(config, overrides, small, dims, worst, content["comparisons"], environment)
+    return _conclude(result, paths.root, title)
 
 
 def _run_workers(paths: RunPaths, world: int, threads: int, inbox: SignalInbox) -> Outcome:
@@ -90,11 +90,11 @@ def _failed(outcome: Outcome, stopped: bool) -> int:
     return outcome.exit_code
 
 
-def _conclude(found: Certificate, folder: Path, title: str) -> int:
-    path = found.write(folder)
-    show(found, title)
-    for line in failures(found):
+def _conclude(result: Certificate, folder: Path, title: str) -> int:
+    path = result.write(folder)
+    show(result, title)
+    for line in failures(result):
         print(f"error: {line}", file=sys.stderr)
     sys.stderr.flush()
     print(f"certificate: {path}", flush=True)
-    return EXIT_OK if found.passed else EXIT_FAILURE
+    return EXIT_OK if result.passed else EXIT_FAILURE

@@ -77,8 +77,8 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     # Every schedule takes twice as many micro-batches as there are ranks.
     num_micro = 2 * dims.pp if dims.pp > 1 else 2 if plan.num_micro_batches > 1 else 1
     chosen = config.strategy.pipeline
-    held = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
-    stages = sum(map(len, held))
+    stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
+    stages = sum(map(len, stages_of_ranks))
     small = replace(
         config,
         model=shrink_model(config.model, dims, seq_len, stages),
@@ -145,14 +145,14 @@ def _changes(before: RunConfig, after: RunConfig) -> dict[str, dict[str, Any]]:
     old, new = _flat(to_plain(before)), _flat(to_plain(after))
     for name, value in resolved_fields(before.model).items():  # what a folder or a class's default says
         old.setdefault(f"model.config.{name}", value)
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys([*_flat(to_plain(before)), *new]):
         if key.split(".")[0] in SHOWN and old.get(key) != new.get(key) and key in new:
-            found[key] = {"from": old.get(key), "to": new[key]}
+            changes[key] = {"from": old.get(key), "to": new[key]}
             why = NOISE_REASON if _is_noise(key) else REASONS.get(key)
             if why:
-                found[key]["why"] = why
-    return found
+                changes[key]["why"] = why
+    return changes
 
 
 def _is_noise(key: str) -> bool:
@@ -160,10 +160,10 @@ def _is_noise(key: str) -> bool:
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in node.items():
         if isinstance(value, Mapping):
-            found.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_flat(value, f"{prefix}{name}."))
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -106,7 +106,7 @@ def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
 def _in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
     """Patterns of parameter names with every layer number brought into the small model."""
-    return [re.sub(r"(?<=\.)\d+(?=\.|$)", lambda found: str(int(found[0]) % layers), text) for text in patterns]
+    return [re.sub(r"(?<=\.)\d+(?=\.|$)", lambda match: str(int(match[0]) % layers), text) for text in patterns]
 
 
 def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
         width = heads * _multiple(8, -(-WIDTH // heads))
     elif fields["head_dim"] * int(fields.get("num_attention_heads") or 1) == fields.get("hidden_size"):
         width = heads * HEAD_DIM  # some families rest on it
-    found: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_attention_heads": heads,
         "hidden_size": width,
         **({"head_dim": HEAD_DIM} if has_head_dim else {}),
@@ -133,14 +133,14 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     }
     for name in ("num_key_value_heads", "num_kv_heads"):
         if fields.get(name) is not None:
-            found[name] = key_value
+            sizes[name] = key_value
     head_dim = HEAD_DIM if has_head_dim else width // heads
     if isinstance(fields.get("rotary_dim"), int):
-        found["rotary_dim"] = min(fields["rotary_dim"], head_dim)
+        sizes["rotary_dim"] = min(fields["rotary_dim"], head_dim)
     for name, value in LATENTS.items():
         if fields.get(name) is not None:
-            found[name] = value
-    return found
+            sizes[name] = value
+    return sizes
 
 
 def _feed_forward(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
@@ -149,34 +149,34 @@ def _feed_forward(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, An
 
 
 def _experts(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     taken = 1
     for name in EXPERTS_TAKEN:
         if isinstance(fields.get(name), int):
-            taken = found[name] = min(fields[name], EXPERTS_PER_TOKEN)
+            taken = sizes[name] = min(fields[name], EXPERTS_PER_TOKEN)
     for name in EXPERT_COUNTS:
         count = fields.get(name)
         if isinstance(count, int) and count > 1:
             groups = fields.get("n_group") or 1
             fewest = max(taken, min(count, EXPERTS))
             divides = count % dims.ep == 0
-            found[name] = _multiple(lcm(dims.ep if divides else 1, groups), max(fewest, 2 * groups))
-    return found
+            sizes[name] = _multiple(lcm(dims.ep if divides else 1, groups), max(fewest, 2 * groups))
+    return sizes
 
 
 def _state_space(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
     """State space layers and linear attention: the same number of groups, states and chunks a few wide."""
-    found = {
+    sizes = {
         name: min(fields[name], size) for names, size in STATES for name in names if isinstance(fields.get(name), int)
     }
     expansion = fields.get("mamba_expand") or fields.get("expand")
     inner = int(expansion or 2) * width
     for heads, head_dim in STATE_HEADS if expansion else ():
         if isinstance(fields.get(heads), int) and fields.get(head_dim) is not None:
-            found.update({heads: inner // HEAD_DIM, head_dim: HEAD_DIM})
+            sizes.update({heads: inner // HEAD_DIM, head_dim: HEAD_DIM})
     if isinstance(fields.get("mamba_d_ssm"), int):
-        found["mamba_d_ssm"] = inner
-    return found
+        sizes["mamba_d_ssm"] = inner
+    return sizes
 
 
 def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
@@ -189,38 +189,38 @@ def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
     kinds = max((len(set(value)) for value in lists.values()), default=1)
     sparse_step = fields.get("decoder_sparse_step") or 1
     count = _multiple(stages, min(layers, max(LAYERS, kinds, sparse_step)))
-    found: dict[str, Any] = {"num_hidden_layers": count}
+    sizes: dict[str, Any] = {"num_hidden_layers": count}
     if isinstance(fields.get("num_decoder_layers"), int):
-        found["num_decoder_layers"] = min(fields["num_decoder_layers"], LAYERS)
+        sizes["num_decoder_layers"] = min(fields["num_decoder_layers"], LAYERS)
     for name, value in lists.items():
         # Every kind of layer stays, in the order of first appearance.
         order = list(dict.fromkeys(value))
-        found[name] = [order[index % len(order)] for index in range(count)]
+        sizes[name] = [order[index % len(order)] for index in range(count)]
     if isinstance(fields.get("mlp_only_layers"), list):
-        found["mlp_only_layers"] = [index for index in fields["mlp_only_layers"] if index < count]
+        sizes["mlp_only_layers"] = [index for index in fields["mlp_only_layers"] if index < count]
     for name in ("first_k_dense_replace", "max_window_layers"):
         if isinstance(fields.get(name), int):
-            found[name] = min(fields[name], count - 1)
-    return found
+            sizes[name] = min(fields[name], count - 1)
+    return sizes
 
 
 def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     size = _multiple(lcm(8, dims.tp), VOCABULARY)
     if int(fields.get("vocab_size") or size) % dims.tp:
         size += 1  # the configured one does not divide either
-    found: dict[str, Any] = {"vocab_size": size, "vocab_size_per_layer_input": size}
+    sizes: dict[str, Any] = {"vocab_size": size, "vocab_size_per_layer_input": size}
     for name in TOKEN_IDS:
         value = fields.get(name)
         if isinstance(value, int) and value >= size:
             # A padding token stays one: its embedding gets no gradient.
-            found[name] = size - 1 - TOKEN_IDS.index(name)
+            sizes[name] = size - 1 - TOKEN_IDS.index(name)
         elif isinstance(value, list):
-            found[name] = size - 1 - TOKEN_IDS.index(name)
-    return found
+            sizes[name] = size - 1 - TOKEN_IDS.index(name)
+    return sizes
 
 
 def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for name in (
         "sliding_window",
         "sliding_window_size",
@@ -230,11 +230,11 @@ def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict
         "attention_chunk_size",
     ):
         if isinstance(fields.get(name), int) and fields[name] > seq_len // 2:
-            found[name] = max(1, seq_len // 2)
+            sizes[name] = max(1, seq_len // 2)
     positions = fields.get("max_position_embeddings")
     if isinstance(positions, int) and "rope_parameters" not in takes:
-        found["max_position_embeddings"] = min(positions, 2 * seq_len)  # a table of learned positions
-    return found
+        sizes["max_position_embeddings"] = min(positions, 2 * seq_len)  # a table of learned positions
+    return sizes
 
 
 def _dropouts(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,15 +244,15 @@ def _dropouts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Factors that stand for each frequency, cut to the small head."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     head_dim = int(wanted.get("head_dim") or wanted["hidden_size"] // wanted["num_attention_heads"])
     for name in ("rope_parameters", "rope_scaling"):
         value = fields.get(name)
         if isinstance(value, Mapping) and any(isinstance(entry, list) for entry in value.values()):
-            found[name] = {
+            sizes[name] = {
                 key: entry[: head_dim // 2] if isinstance(entry, list) else entry for key, entry in value.items()
             }
-    return found
+    return sizes
 
 
 def _multiple(of: int, at_least: int) -> int:

@@ -49,14 +49,14 @@ def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor
 
     A tensor that ``full`` lacks is taken as zero; ``e`` is None where it is not finite (JSON has no other word).
     """
-    found: list[list[object]] = []
+    errors: list[list[object]] = []
     for shard in shards:
         difference = shard.tensor.detach().cpu().double()
         if shard.tensor_slice.name in full:
             difference = difference - _part(full, shard.tensor_slice).double()
         error = difference.square().sum()
         finite = bool(torch.isfinite(error))
-        found.append(
+        errors.append(
             [
                 shard.tensor_slice.name,
                 list(shard.tensor_slice.offsets),
@@ -64,7 +64,7 @@ def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor
                 float(error) if finite else None,
             ]
         )
-    return found
+    return errors
 
 
 def whole_errors(
@@ -86,19 +86,19 @@ def whole_errors(
         for name, offsets, shape, error in shards:
             tensor_slice = TensorSlice(str(name), tuple(offsets), tuple(shape))  # type: ignore[arg-type]
             value = float("inf") if error is None else float(error)  # type: ignore[arg-type]
-            held = blocks.setdefault(tensor_slice.name, {})
-            held[tensor_slice] = max(held.get(tensor_slice, 0.0), value)
-    found: dict[str, float] = {}
-    for name, held in blocks.items():
-        if not held and partial:
-            found[name] = norm_of([full[name]])
+            copies = blocks.setdefault(tensor_slice.name, {})
+            copies[tensor_slice] = max(copies.get(tensor_slice, 0.0), value)
+    errors: dict[str, float] = {}
+    for name, copies in blocks.items():
+        if not copies and partial:
+            errors[name] = norm_of([full[name]])
             continue
         if name in full:
-            fault = tiling_fault(tuple(full[name].shape), list(held))
+            fault = tiling_fault(tuple(full[name].shape), list(copies))
             if fault is not None:
                 raise WorkerError(f"verify: the strategy's pieces of the {what} do not make up {name}: {fault}")
-        found[name] = sum(held.values()) ** 0.5
-    return found
+        errors[name] = sum(copies.values()) ** 0.5
+    return errors
 
 
 def check_covered(what: str, shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
