@@ -77,7 +77,7 @@ def number_piece(name: str, value: bool | int | float) -> LocalShard:
 
 
 def take_numbers(optimizer: torch.optim.Optimizer) -> None:
-    """Make numbers again of the scalars that a checkpoint was read into (see :func:`number_piece`)."""
+    """Turn the scalars that a checkpoint was read into back into numbers (see :func:`number_piece`)."""
     for state in optimizer.state.values():
         for key in [key for key in state if str(key).rpartition(":")[2] in NUMBERS and ":" in str(key)]:
             state[key.rpartition(":")[0]] = state.pop(key).item()

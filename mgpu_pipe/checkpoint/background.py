@@ -20,7 +20,7 @@ from mgpu_pipe.checkpoint.save import Plan, planned_for
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 
 ALIGNMENT = 64
-"""Bytes that a copy's place is a multiple of: a cache line, and every dtype's size."""
+"""Copies begin at multiples of so many bytes: a cache line, and a multiple of every dtype's size."""
 
 Write = Callable[[list[LocalShard], list[LocalShard]], object]
 """Writes the local shards of model and optimizer; see ``checkpoint.save.write``."""
@@ -39,7 +39,7 @@ class HostCopies:
         return self._memory.numel()
 
     def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
-        """The local shards with their values as they are now, in this object's memory: the next call overwrites them.
+        """Copies of the local shards, in this object's memory: the next call overwrites them.
 
         Returns once everything is copied, so that the tensors may change.
         """
@@ -61,14 +61,14 @@ class HostCopies:
         return copies
 
     def release(self) -> None:
-        """Give the memory back; local shards that :meth:`take` returned are gone."""
+        """Free the memory; what :meth:`take` returned is invalid from now on."""
         self._allocate(0, pinned=False)
 
     def _allocate(self, size: int, pinned: bool) -> None:
         if self._pinned:
             _check_cuda(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
             self._pinned = False
-        self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes before the new comes
+        self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
         self._memory = torch.empty(size, dtype=torch.uint8)
         if pinned and size:
             # torch's own allocator of page-locked memory rounds up to a power of two: up to twice the model.
@@ -85,7 +85,7 @@ class BackgroundSaver:
     """One save at a time, beside training. Collective: made, and every method called, by all ranks alike.
 
     Args:
-        timeout_s: seconds after which a rank that does not come to a save's next part fails the save.
+        timeout_s: a save fails where a rank takes more seconds than this to reach its next part.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -97,20 +97,20 @@ class BackgroundSaver:
 
     @property
     def running(self) -> bool:
-        """Whether this rank's part of a save is still going on. Not collective: ranks may differ."""
+        """Whether this rank's part of a save is still running. Not collective: ranks may differ."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def error(self) -> Exception | None:
-        """Why a save failed, until :meth:`wait` has given it back. Not collective."""
+        """Why a save failed, until :meth:`wait` has returned it. Not collective."""
         return self._error
 
     def running_anywhere(self) -> bool:
-        """Whether any rank's part of a save is still going on; the same on all."""
+        """Whether any rank's part of a save is still running; the same on all."""
         return any(exchange_json(self.running, None))
 
     def start(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard], write: Write) -> None:
-        """Copy this rank's share of the planned values and begin to write it. The save before has been waited for.
+        """Copy this rank's share of the planned values and begin to write it; after :meth:`wait` for the save before.
 
         Raises:
             CheckpointSaveError: on all ranks, when one has no memory for its copies.
@@ -134,7 +134,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> Exception | None:
-        """Wait for the save that is going on, and give back its error, once."""
+        """Wait for the running save and return its error, once."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -144,5 +144,5 @@ class BackgroundSaver:
         return error
 
     def release(self) -> None:
-        """Give the memory of the copies back; call it when no save is going on."""
+        """Free the memory of the copies; call it when no save is running."""
         self._copies.release()

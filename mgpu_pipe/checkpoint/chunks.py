@@ -15,7 +15,7 @@ from mgpu_pipe.errors import CheckpointError
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MOST_BEHIND = 4
-"""Chunks that hashing on threads may be behind the stream."""
+"""Chunks that the hashing threads may lag behind the stream."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def record_of(data: files.Buffer) -> FileRecord:
 
 
 class ChunkedFile:
-    """A file that is read by ranges, each chunk that a read touches being checked once.
+    """A file that is read by ranges; each chunk that a read touches is checked once.
 
     Args:
         path: the file.

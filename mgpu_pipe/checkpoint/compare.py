@@ -1,4 +1,4 @@
-"""What sets two checkpoints apart, tensor by tensor, read in slices: no tensor is ever whole in memory."""
+"""How two checkpoints differ, tensor by tensor, read in blocks: no tensor is ever whole in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
 BATCH_BYTES = 64 * 1024 * 1024
-"""Elements are read together up to so many bytes of float64: a file's header is parsed once a batch."""
+"""Elements are read in batches of so many bytes (as float64): a file's header is parsed once a batch."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Comparison:
     differing: list[TensorDifference] = field(default_factory=list)
     """The largest relative difference first."""
     unlike: list[str] = field(default_factory=list)
-    """Tensors of one checkpoint alone, or of another shape."""
+    """Tensors of only one of the checkpoints, or of another shape."""
 
     @property
     def same(self) -> bool:
@@ -58,8 +58,8 @@ def compare_tensors(a: Path, b: Path, kinds: tuple[str, ...] = KINDS) -> Compari
         return result
     for kind in kinds:
         there, here = set(other.names(kind)), one.names(kind)
-        result.unlike += [f"{name} is in the first alone" for name in here if name not in there]
-        result.unlike += [f"{name} is in the second alone" for name in there - set(here)]
+        result.unlike += [f"{name} is only in the first" for name in here if name not in there]
+        result.unlike += [f"{name} is only in the second" for name in there - set(here)]
         both = []
         for name in here:
             if name in there and one.shape(name) != other.shape(name):

@@ -47,7 +47,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def together(action: Callable[[], object], what: str, group: dist.ProcessGroup | None) -> list[Any]:
-    """Do a part of a save on every rank, and go on only if all ranks could. A collective call.
+    """Run one part of a save on every rank, and go on only if it succeeded on all. A collective call.
 
     Args:
         action: this rank's part; what it returns (JSON) is what the others get.

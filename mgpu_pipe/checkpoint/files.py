@@ -42,7 +42,7 @@ def write(descriptor: int, data: Buffer) -> None:
 
 
 def begin_flush(descriptor: int, offset: int, size: int) -> None:
-    """Have the disk begin with a range that was just written, so that :func:`sync` at the end finds little left.
+    """Start flushing a range that was just written, so that :func:`sync` at the end finds little left.
 
     On Linux this advice begins to write dirty pages; nothing depends on it, and it promises nothing.
     """
@@ -80,7 +80,7 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give ``source`` the free name ``target``."""
+    """Rename ``source`` to ``target``, a free name."""
     os.rename(source, target)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 SLICE_BYTES = 8 * 1024 * 1024
-"""Most host memory that one copy of a part of a tensor takes."""
+"""Most host memory for a copy of a block."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -43,7 +43,7 @@ def check_folder(folder: Path, verify: Verify) -> Manifest:
 
 
 def hashing_pool() -> ThreadPoolExecutor:
-    """Threads that read and hash files beside one another; hashlib lets go of the interpreter while it works."""
+    """Threads that read and hash files beside one another; hashlib releases the interpreter's lock while it works."""
     return ThreadPoolExecutor(min(_MAX_HASHING_THREADS, os.cpu_count() or 1), thread_name_prefix="checkpoint-hash")
 
 

@@ -79,7 +79,7 @@ def clean(root: Path) -> None:
     """Finish or undo what killed processes left: only for the process that owns the run, never while one saves."""
     left = folders(root)
     if any(suffix for _, suffix, _ in left):
-        # A killed commit may have left a name that is seen but not on the disk: what it replaces goes after that.
+        # A killed commit may have left a visible name that is not on the disk: flush it, then remove what it replaces.
         files.sync_folder(root)
     for step, suffix, path in left:
         final = step_folder(root, step)

@@ -1,4 +1,4 @@
-"""Loading: each rank fills its own local shards from whatever tensor slices there are, and reads no more than that
+"""Loading: each rank fills its own local shards from the tensor slices there are, and reads no more than that
 takes.
 """
 
@@ -86,7 +86,7 @@ class CheckpointReader:
 
     def differences(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
         """How the checkpoint's tensors differ from ``name -> whole shape`` of a live model or optimizer."""
-        extra = [f"{name} is in the checkpoint alone" for name in self.manifest.tensors[kind] if name not in expected]
+        extra = [f"{name} is only in the checkpoint" for name in self.manifest.tensors[kind] if name not in expected]
         return self._unfilled(expected, kind) + extra
 
     def require(self, expected: Mapping[str, Sequence[int]], kind: str) -> None:
@@ -164,7 +164,7 @@ class CheckpointReader:
 
 
 def _locate(file: TensorFile, source: TensorSlice, dtype: str) -> int:
-    """First byte of a stored tensor slice, once the file's header agrees with the manifest about it."""
+    """First byte of a stored tensor slice, after checking that the file's header agrees with the manifest."""
     stored = file.entries.get(source.key)
     if stored is None or stored.entry != Entry(source.key, dtype, source.shape):
         shown = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"

@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{folder}: is no checkpoint, because it has no {MANIFEST}")
+        raise CheckpointError(f"{folder}: is not a checkpoint: it has no {MANIFEST}")
     return parse_manifest(files.read_file(path, MAX_MANIFEST_BYTES), str(path))
 
 
@@ -138,7 +138,7 @@ def _parse_record(value: object, where: str) -> FileRecord:
     size = as_size(fields["size"], where)
     hashes = tuple(as_text(item, where) for item in as_list(fields["sha256"], where))
     if not all(_HASH.fullmatch(item) for item in hashes):
-        raise CheckpointError(f"{where}: has something that is no SHA-256")
+        raise CheckpointError(f"{where}: has a hash that is not SHA-256")
     if len(hashes) != number_of_chunks(size):
         raise CheckpointError(f"{where}: has {len(hashes)} chunk hashes for {size} bytes")
     return FileRecord(size, hashes)

@@ -1,4 +1,4 @@
-"""Who writes what: a pure function of what every rank holds, so that all ranks come to the same plan by themselves."""
+"""Who writes what: a pure function of what every rank holds, so that every rank computes the same plan."""
 
 from __future__ import annotations
 

@@ -64,12 +64,12 @@ def prune(
 
     Kept: the newest ``keep_last`` (0 keeps all), the multiples of ``keep_every``, the ``best_steps``, and always the
     newest and the newest that a finite step followed (see :func:`kept`). Only checkpoints that are whole and not
-    known to be ruined count, and only those are deleted: another one neither takes a good one's place nor vanishes
-    before somebody looked at it. A deleted step is first renamed out of sight.
+    known to be ruined count, and only those are deleted: others neither take a good one's place nor vanish before
+    somebody looked at them. A deleted step is first renamed out of sight.
 
     Args:
-        newest: the step that was just saved. Later ones are of a past that the run did not go on from, because their
-            content is damaged, which their sizes do not show: they stay, and take no place.
+        newest: the step that was just saved. Later ones belong to a past that the run did not continue: their content
+            is damaged, which their sizes do not show. They stay, and do not count.
 
     Returns:
         The deleted steps, ascending.

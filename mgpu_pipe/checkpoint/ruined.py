@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 20
 
 
 def ruined_steps(root: Path) -> set[int]:
-    """The committed steps of a ``checkpoints`` folder that a step that was not finite followed."""
+    """The committed steps of a ``checkpoints`` folder whose next step was not finite."""
     return set(_marked(root))
 
 

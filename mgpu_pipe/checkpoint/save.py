@@ -164,7 +164,7 @@ def _failure(root: Path, step: int) -> str:
 
 
 def planned_for(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Those of a rank's local shards that it is the one to write."""
+    """The local shards that the plan has this rank write."""
     name = layout.tensor_file_name(kind, rank)
     mine = {
         tensor_slice for tensor in plan[kind].values() for tensor_slice, file in tensor.tensor_slices if file == name

@@ -38,18 +38,18 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) != len(pairs):
         seen: set[str] = set()
         double = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {double[:80]!r} stands there twice")
+        raise ValueError(f"the name {double[:80]!r} appears twice")
     return content
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def as_object(value: object, where: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
     """``value`` as a JSON object, with exactly ``keys`` where they are given."""
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: is no JSON object")
+        raise CheckpointError(f"{where}: is not a JSON object")
     if keys is not None and set(value) != set(keys):
         raise CheckpointError(f"{where}: has the keys {sorted(value)}, not {sorted(keys)}")
     return value
@@ -57,13 +57,13 @@ def as_object(value: object, where: str, keys: Iterable[str] | None = None) -> d
 
 def as_list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise CheckpointError(f"{where}: is no list")
+        raise CheckpointError(f"{where}: is not a list")
     return value
 
 
 def as_text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise CheckpointError(f"{where}: is no text")
+        raise CheckpointError(f"{where}: is not text")
     return value
 
 

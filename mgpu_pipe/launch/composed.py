@@ -110,7 +110,7 @@ def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
         number = f"{seen} of {composition.points}" if composition.points else str(seen)
         shown = shlex.join(composition.overrides)
         if stop_requested() or EXIT_STOPPED in codes:
-            print(f"run {number}: not started, for the sweep was stopped: {shown}", file=sys.stderr)
+            print(f"run {number}: not started, because the sweep was stopped: {shown}", file=sys.stderr)
             codes.append(EXIT_STOPPED)
             return
         print(f"run {number}: {shown}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Standard output and error that outlive their reader: a run goes on when nobody listens any more."""
+"""Standard output and error that outlive their reader: a run continues when nobody reads them any more."""
 
 from __future__ import annotations
 

@@ -98,5 +98,5 @@ def process_group(world: World, store: Store, device_type: str, timeout: float) 
     yield
     # After an error the process ends as it is: destroying would wait for ranks that are gone.
     if world.world_size > 1:
-        dist.barrier()  # rank 0 serves the store until all are through
+        dist.barrier()  # rank 0 serves the store until all are done
     dist.destroy_process_group()

@@ -20,9 +20,9 @@ from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.workers import WorkerGroup, WorkerPlan
 
 CRASH_TERMINATE_S = 1.0
-"""What is seen first may only follow from another rank's end, which gets this long to be told."""
+"""The end that is seen first may follow from another rank's, which gets this long to be reported."""
 CRASH_KILL_S = 3.0
-"""The other ranks of a failed one hang in a collective; they get this long to leave."""
+"""When a rank has failed, the others hang in a collective; they get this long to exit."""
 POLL_S = 0.5
 
 
@@ -119,7 +119,7 @@ def _watch(
             break
         inbox.wait(min(POLL_S, stop_by - now, terminate_at - now, crash_by - now))
     if crash_by < float("inf") or stop_by < float("inf"):
-        # SIGTERM found these before they had taken it over, so with nothing to save
+        # SIGTERM came before these had installed their handler, so there was nothing to save
         killed |= {end.rank for end in group.exits if end.code == -signal.SIGTERM}
     return _judge(group, plan, message, killed, stood_still, stopped=stop_by < float("inf"))
 
@@ -138,7 +138,7 @@ def _reason_to_kill(
         if stopped:
             return f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) and could not save; all were killed"
         return (
-            f"launch.stop_timeout={stop_timeout:g}: the workers had not saved and left after that many seconds and "
+            f"launch.stop_timeout={stop_timeout:g}: the workers had not saved and exited after that many seconds and "
             "were killed; raise it"
         )
     return ""

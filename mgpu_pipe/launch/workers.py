@@ -178,7 +178,7 @@ class WorkerGroup:
             os.kill(process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every worker and all it started, at once, wait until they are gone, and give everything back."""
+        """End every worker and all it started, at once, wait until they are gone, and release everything."""
         for process in self._running.values():
             _kill_group(process.pid)
         self.exits += [self._end(rank) for rank in self.running]

@@ -171,7 +171,7 @@ def _within(context: SequenceContext | None) -> Iterator[None]:
 
 
 def in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as it runs in the context of now, whenever it is called."""
+    """``function``, which runs in the current context whenever it is called."""
     context = _active
     if context is None:
         return function

@@ -73,7 +73,7 @@ class ExpertLoad:
         return max(sizes, default=0)
 
     def take(self, group: dist.ProcessGroup | None = None, copies: int = 1) -> Load:
-        """The load over all ranks of ``group``, and begin anew. A collective call; waits for the device.
+        """The load over all ranks of ``group``; counting starts again. A collective call; waits for the device.
 
         Args:
             group: all ranks of a pipeline stage; None is this process alone.

@@ -59,7 +59,7 @@ class ForwardMeter:
             self._watch.__exit__(*error)
 
     def left_bytes(self) -> int:
-        """To be asked while what is measured is still referred to."""
+        """Ask while what is measured is still referenced."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) - self._before
         return self._watch.live_bytes()
@@ -82,7 +82,7 @@ class AllocationWatch(TorchDispatchMode):
         """By storage: itself and its bytes; ``OLDER`` where it was there before."""
 
     def live_bytes(self) -> int:
-        """Bytes allocated inside that are still alive, at their size of now."""
+        """Bytes allocated inside that are still alive, at their current size."""
         storages = (reference() for reference, size in self._alive.values() if size != OLDER)
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

@@ -208,7 +208,7 @@ class Pipeline:
         return output
 
     def activation_bytes(self) -> int | None:
-        """What the stages of this rank kept for their backward passes in the last step batch, at most; None if unknown.
+        """The most that this rank's stages kept for their backward passes in the last step batch; None if unknown.
 
         What a stage's first forward pass left, for as many micro-batches as it has held at once.
         """

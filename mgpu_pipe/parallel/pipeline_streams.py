@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
-    """One thing that a rank does: ``F``, ``B``, ``I`` or ``W`` of a stage for a micro-batch."""
+    """One action of a rank: ``F``, ``B``, ``I`` or ``W`` of a stage for a micro-batch."""
 
     kind: str
     stage: int
@@ -159,7 +159,7 @@ class _Emitter:
 
 
 def _zbv(rank: int, ranks: int, stages: tuple[int, ...], micro_batches: int) -> Stream:
-    """ZB-V: down and up the V; what fewer micro-batches than fill it leave out is taken out at the end."""
+    """ZB-V: down and up the V; with fewer micro-batches than fill it, the others' actions are dropped at the end."""
     down, up = stages
     filled = max(2 * ranks - 1, micro_batches)
     rows = _Emitter()

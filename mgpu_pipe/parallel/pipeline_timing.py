@@ -91,7 +91,7 @@ def theoretical_bubble(
     """The bubble of a schedule whose stages all take the same time.
 
     It is ``(p-1) / (m+p-1)`` for GPipe and 1F1B and ``(p-1) / (v*m+p-1)`` for interleaved 1F1B, where ``m`` is a
-    multiple of ``p`` (arXiv:2104.04473); the others have no closed form for every size, and are played through.
+    multiple of ``p`` (arXiv:2104.04473); the others have no closed form for every size, and are simulated.
     """
     return bubble_of(timeline(streams(schedule, ranks, micro_batches, stages_per_rank), durations))
 
@@ -108,7 +108,7 @@ def most_in_flight(stream: Stream) -> int:
 def forward_slots(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto"
 ) -> list[Stream]:
-    """What is done in each time slot by forward passes alone, at most one a rank, stages ascending.
+    """The forward passes of each time slot, without backward passes: at most one a rank, stages ascending.
 
     Every rank takes of what is ready the latest stage, so that finished micro-batches leave first.
     """

@@ -53,7 +53,7 @@ class RankStreams:
 
     @contextmanager
     def using(self, own: bool) -> Iterator[None]:
-        """Like :meth:`use`, and back again."""
+        """Like :meth:`use`, for the length of a block."""
         before = self._own
         self.use(own)
         try:

@@ -14,8 +14,8 @@ import torch
 
 from mgpu_pipe.models.fields import is_noise
 
-STATISTICAL = "statistical only: dropout draws other masks under every topology"
-"""What is said of a run that drops anything out, of its likeness to the same run on other processes."""
+STATISTICAL = "statistical only: dropout draws different masks under each topology"
+"""How a run with dropout compares with the same run on other processes."""
 
 
 def step_seed(seed: int, step: int, place: int) -> int:

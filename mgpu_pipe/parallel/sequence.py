@@ -18,7 +18,7 @@ from mgpu_pipe.parallel.tensor_collectives import SEQUENCE_DIM, gather_sequence,
 
 
 class SequenceSplit:
-    """Whether, in the forward pass that is under way, activations between the regions are split.
+    """Whether, in the current forward pass, activations between the regions are split.
 
     A sequence that the group's size does not divide, as generation has, is left whole.
     """

@@ -54,7 +54,7 @@ def lines(*texts: str) -> None:
 
 
 def comparison_table(comparison: Comparison) -> None:
-    """Print what sets the tensors of two checkpoints apart."""
+    """Print how the tensors of two checkpoints differ."""
     if comparison.differing:
         table = _table("tensor", "kind", ">relative", ">largest |a-b|")
         for one in comparison.differing[:LONGEST_TABLE]:
@@ -65,7 +65,7 @@ def comparison_table(comparison: Comparison) -> None:
 
 
 def differences_table(differences: Sequence[tuple[str, str, str]]) -> None:
-    """Print what sets two configurations apart."""
+    """Print how two configurations differ."""
     table = _table("key", "first", "second")
     for key, one, other in differences:
         _add_row(table, key, _short(one), _short(other))

@@ -68,6 +68,6 @@ def schedule_lines(
     return [
         f"{schedule}, {ranks} ranks of {each} stage{'s' if each > 1 else ''}, {micro_batches} micro-batches{split}",
         *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank, width),
-        f"bubble {bubble:.1%} of the step, were all stages equally fast; at most {in_flight} in flight on a rank",
+        f"bubble {bubble:.1%} of the step, if all stages were equally fast; at most {in_flight} in flight on a rank",
         *(content.describe() for content in contents),
     ]

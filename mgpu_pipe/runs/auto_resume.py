@@ -86,9 +86,9 @@ def _why_new(config: RunConfig, newest: Path, swept: Sequence[str]) -> str:
     more = f"; and {len(changes) - LISTED} more" if len(changes) > LISTED else ""
     # only settings of the optimizer and its like may change in a run
     goes_on = changes and all(kind_of(key) is Kind.TOLD for key, _, _ in changes)
-    fix = f"; run.dir={newest} goes on in it all the same" if goes_on else ""
+    fix = f"; run.dir={newest} continues it anyway" if goes_on else ""
     return (
-        f"checkpoint.resume=auto starts a new run, for the newest of this name, {newest}, is another "
+        f"checkpoint.resume=auto starts a new run: the newest of this name, {newest}, is another "
         f"({'; '.join(told)}{more}){fix}"
     )
 

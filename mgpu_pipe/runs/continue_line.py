@@ -50,7 +50,7 @@ def without(words: Sequence[str], *keys: str) -> list[str]:
 
 
 def hydra_quoted(value: str) -> str:
-    """``value`` as an override's value that Hydra reads as this very text."""
+    """``value``, quoted so that Hydra reads exactly this text."""
     if PLAIN.fullmatch(value):
         return value
     escaped = re.sub(r"(\\+)(?='|$)", r"\1\1", value).replace("'", r"\'").replace("${", r"\${")

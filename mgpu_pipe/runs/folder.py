@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
 CLOCK_STEP_S = 0.001
-"""What a run is said to be begun after another whose clock was ahead."""
+"""By how much a run is dated after an earlier one whose clock was ahead."""
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
@@ -132,7 +132,7 @@ def _remove_unfinished(paths: RunPaths) -> None:
 def refuse_contents(paths: RunPaths, auto: bool, alone: Sequence[str] = ()) -> None:
     """Raise unless a run can continue (``auto``) or begin in this folder.
 
-    A run begins where nothing is, and where a launch was that never trained a step: that loses nothing.
+    A run may begin in an empty folder, and where an earlier launch never trained a step: nothing is lost.
 
     Raises:
         RunFolderError: naming what is there, and the command that continues it.
@@ -142,7 +142,7 @@ def refuse_contents(paths: RunPaths, auto: bool, alone: Sequence[str] = ()) -> N
         if auto or not has_trained(paths):
             return
         raise RunFolderError(
-            f"run.dir={root}: the folder is not empty, a run has trained in it; choose another one, or go on in it by: "
+            f"run.dir={root}: a run has trained in this folder; choose another one, or continue it with: "
             f"{line_for(alone, root)}"
         )
     entries = sorted(entry.name for entry in root.iterdir())

@@ -149,7 +149,7 @@ class RunLock:
         return True
 
     def _outwait_lease(self, lease: Record) -> None:
-        """Return once the lease of another host proved dead, or was given back."""
+        """Return once the lease of another host is proved dead, or released."""
         dead_at = time.monotonic() + MISSED_BEATS * self._beat_s
         while time.monotonic() < dead_at:
             self._say(f"{self.path.parent}: watching whether {_who(lease)} is still alive")

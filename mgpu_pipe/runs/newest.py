@@ -1,7 +1,7 @@
 """Which runs there are, and which is the newest: one meaning for every verb and for ``checkpoint.resume=auto``.
 
 The newest run is the one that was begun last, by the moment that its own ``environment.json`` keeps: neither copying
-a run, nor evaluating it, nor going on in it changes that.
+a run, nor evaluating it, nor continuing it changes that.
 """
 
 from __future__ import annotations

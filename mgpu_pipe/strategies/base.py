@@ -26,7 +26,7 @@ StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class NonFiniteStep(Exception):
-    """The loss or the gradient norm of a step is not finite; carries what, and the step's step batch."""
+    """The loss or the gradient norm of a step is not finite; says which, and holds the step batch."""
 
     def __init__(self, what: str, step_batch: StepBatch) -> None:
         super().__init__(f"{what} at step {step_batch.step + 1}")
@@ -106,7 +106,7 @@ class EngineStrategy(ParallelStrategy):
         """Clear all gradients."""
 
     def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor over all processes, in place; those that share their samples add zeros but one.
+        """Sum a tensor over all processes, in place; of those that share samples, all but one add zeros.
         Collective.
         """
         if self.dims.world_size > 1:
@@ -114,7 +114,7 @@ class EngineStrategy(ParallelStrategy):
         return values
 
     def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The rows of all data-parallel processes in their order, and which is this process's first. Collective.
+        """The rows of all data-parallel processes in order, and the index of this process's first. Collective.
 
         Args:
             rows: one for each of this process's samples, equal on processes that share them; any number.
@@ -131,7 +131,7 @@ class EngineStrategy(ParallelStrategy):
 
     @property
     def counts_its_samples(self) -> bool:
-        """Whether this process stands for its samples; of those that share them, one does."""
+        """Whether this process counts its samples; exactly one of those that share them does."""
         return True
 
     @abstractmethod
@@ -155,11 +155,11 @@ class EngineStrategy(ParallelStrategy):
         create_optimizer_state(self.objective.model, self.optimizers[0], stored, weights)
 
     def step_metrics(self) -> dict[str, float]:
-        """More columns of a row of metrics, about the steps since the last row. A collective call."""
+        """Further metrics of the steps since the last row, by column. A collective call."""
         return {}
 
     def sampling_forward(self) -> Callable[..., Any] | None:
-        """What takes the place of the model's forward pass while text is generated, on all ranks; None: nothing does.
+        """The forward pass that generates text, run by all ranks together; None for the model's own.
 
         It takes whole texts, as :meth:`Objective.sampling_batch` does, and returns an object with ``logits``.
         """
@@ -170,18 +170,18 @@ class EngineStrategy(ParallelStrategy):
         return {}
 
     def restore_entries(self, state: Mapping[str, Any]) -> None:
-        """Take back :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        """Restore :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps, by what they are for; parts that are not known are left out."""
         return {}
 
     def shards_written(self) -> None:
-        """To be called once local shards were written into: brings copies of them up to date. A collective call."""
+        """Update copies of the local shards after they were written into. A collective call."""
 
     @property
     def evaluation_follows(self) -> bool:
-        """Whether the step that is under way is evaluated after it. A stop leaves such a step uncounted: the
+        """Whether an evaluation follows the current step. A stop leaves such a step uncounted: the
         evaluation may outlast ``launch.stop_timeout``, and a resume, which begins after the step, would never make it.
         """
         module = self.lightning_module

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def load_extensions() -> None:
-    """Enter the extensions that the launcher had compiled into DeepSpeed's table of loaded ones.
+    """Register the extensions that the launcher compiled in DeepSpeed's table of loaded ones.
 
     Without a launcher there are none, and DeepSpeed compiles its own.
 

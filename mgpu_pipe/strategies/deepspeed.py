@@ -164,13 +164,13 @@ class DeepSpeedStrategy(EngineStrategy):
             group.setdefault("initial_lr", group["lr"])
         self._start_engine(objective, optimizer)
         if self.state.optimizer is not optimizer:
-            # DeepSpeed makes Adagrad anew, whose constructor makes the state, and forgets what its groups were.
+            # DeepSpeed makes a new Adagrad, whose constructor makes the state, and forgets what its groups were.
             self.state.optimizer.param_groups[:] = optimizer.param_groups
         self.optimizers = [self.state.optimizer]
         self.setup_precision_plugin()
 
     def _prepare_swapping(self) -> None:
-        """Give the files of ``strategy.offload=nvme`` their access and a folder of this run. A collective call."""
+        """Load the file access of ``strategy.offload=nvme`` and make this run's folder. A collective call."""
         zero = self.settings["zero_optimization"]
         place = zero.get("offload_optimizer", {})
         if place.get("device") == "nvme":
@@ -263,8 +263,8 @@ class DeepSpeedStrategy(EngineStrategy):
         return loss
 
     def _note_gradients(self, step_batch: StepBatch) -> None:
-        """The most that is held between the passes of the first step batch: ZeRO-1 keeps whole gradients till the
-        last.
+        """Record the most gradient memory between the passes of the first step batch: ZeRO-1 keeps whole gradients
+        until the last.
         """
         if self._first_step is None:
             self._first_step = step_batch.step
@@ -310,7 +310,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return total
 
     def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """As many micro-batches on every rank, those added without targets: under ZeRO-3 all ranks run each layer.
+        """Pad to as many micro-batches on every rank, by ones without targets: under ZeRO-3 all ranks run each layer.
 
         A collective call under ZeRO-3.
         """

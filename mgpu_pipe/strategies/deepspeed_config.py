@@ -97,7 +97,7 @@ STAGE_1_2_ONLY = ("zero_optimization.use_multi_rank_bucket_allreduce", "zero_opt
 
 
 def deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
-    """What DeepSpeed is given for a run that :func:`deepspeed_errors` finds nothing wrong with."""
+    """DeepSpeed's settings for a run in which :func:`deepspeed_errors` finds nothing wrong."""
     return generate(
         plan,
         stage=config.strategy.deepspeed.stage,
@@ -210,7 +210,7 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
-    """What the mesh engine has and this one has not."""
+    """What only the mesh engine supports."""
     if config.precision.name not in ("auto", *PRECISIONS):
         fix = "use precision=bf16, or the mesh engine (strategy=fsdp)"
         reason = f"the deepspeed engine has {' and '.join(PRECISIONS)} only"

@@ -307,7 +307,7 @@ class MeshStrategy(EngineStrategy):
         return {"loss_scale": self._loss_scale.state()} if self._loss_scale is not None else {}
 
     def restore_entries(self, state: Mapping[str, Any]) -> None:
-        """Take back :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        """Restore :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
 

@@ -5,7 +5,7 @@ between micro-batches all ranks vote, in a gloo group of their own (on the host:
 boundaries is decided from the last step's duration, which all ranks were told: one vote in about ``VOTE_EVERY_S``. A
 step that is shorter has none, and its ranks agree at its end, in the reduction that is there anyway.
 
-The step that is left leaves no trace: nothing was updated, gradients are dropped, and a resume does it again.
+The abandoned step leaves no trace: nothing was updated, gradients are dropped, and a resume repeats it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _release(folder: Path, descriptor: int) -> None:
-    """Give up this process's hold; the last one on the node takes the folder away."""
+    """Release this process's lock; the last process on the node removes the folder."""
     os.close(descriptor)
     if folder.exists() and not _is_held(folder):
         shutil.rmtree(folder, ignore_errors=True)

@@ -52,7 +52,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def written(self) -> None:
-        """Bring the weights up to date with fp32 values that were written into. A collective call."""
+        """Update the weights from fp32 values that were written into. A collective call."""
         for name, parameter in self._parameters:
             if name not in self._masters:
                 continue  # the weights themselves are the masters

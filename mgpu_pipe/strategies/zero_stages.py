@@ -40,7 +40,7 @@ class ZeroTwoState(ZeroState):
     def _keep_one_copy(self) -> None:
         """Let fp32 weights be their own masters, and gradients go straight into this rank's part.
 
-        DeepSpeed has a second copy of the one, and keeps of the other the whole parameters at the part's ends; where it
+        DeepSpeed keeps a second copy of the weights, and whole gradients of the parameters at the part's ends; where it
         casts gradients to fp32, it adds them up in the part itself.
         """
         for weights, master in zip(self.zero.parallel_partitioned_bit16_groups, self.masters(), strict=True):

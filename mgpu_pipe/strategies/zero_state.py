@@ -86,7 +86,7 @@ class ZeroState:
             foreach_multiply(shown, factor)
 
     def weights_written(self) -> None:
-        """Bring the weights that forward passes use up to date with the masters. A collective call."""
+        """Update the weights that forward passes use from the masters. A collective call."""
         raise NotImplementedError
 
     # -- memory -------------------------------------------------------------------------------------------------

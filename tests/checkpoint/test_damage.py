@@ -90,7 +90,7 @@ def test_a_missing_file_is_named(name: str, folder: Path) -> None:
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(folder: Path) -> None:
     (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"is no checkpoint, because it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no manifest\.json"):
         CheckpointReader(folder)
 
 
@@ -155,7 +155,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "size in gigabytes": (lambda m: m["files"][MODEL].update(size=8 << 30), "chunk hashes for 8589934592 bytes"),
     "other size": (lambda m: m["files"]["state.json"].update(size=3), "the manifest says 3"),
     "no hashes": (lambda m: m["files"][MODEL].update(sha256=[]), "0 chunk hashes"),
-    "no hash": (lambda m: m["files"][MODEL].update(sha256=["x", "y"]), "no SHA-256"),
+    "no hash": (lambda m: m["files"][MODEL].update(sha256=["x", "y"]), "not SHA-256"),
     "other shape": (lambda m: _tensor(m).update(shape=[34]), "hold 33 of the 34 elements"),
     "other dims": (lambda m: _tensor(m).update(shape=[33, 1]), "dimensions"),
     "no boxes": (lambda m: _tensor(m).update(boxes=[]), "0 slices"),
@@ -172,7 +172,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda m: _tensor(m).update(boxes=[[[0], [3], MODEL], [[3], [30], MODEL]]),
         r"holds F32 \[33\] under",
     ),
-    "wrong type": (lambda m: m.update(tensors=[]), "no JSON object"),
+    "wrong type": (lambda m: m.update(tensors=[]), "not a JSON object"),
 }
 
 

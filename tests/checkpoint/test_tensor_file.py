@@ -119,7 +119,7 @@ LIES = {
     "not JSON": (_file(b"{nonsense"), "not valid JSON"),
     "not UTF-8": (_file(b'{"\xff": 1}'), "not valid JSON"),
     "nested deeply": (_file(b"[" * 200_000), "not valid JSON"),
-    "a list": (_file([]), "no JSON object"),
+    "a list": (_file([]), "not a JSON object"),
     "NaN": (_file(b'{"a": NaN}'), "not valid JSON"),
     "double name": (_file(b'{"a": 1, "a": 1}'), "twice"),
     "unknown dtype": (_file({"a": _entry(0, 4, dtype="F12")}, b"abcd"), "unknown dtype"),
@@ -133,7 +133,7 @@ LIES = {
     "overlap": (_file({"a": _entry(0, 8), "b": _entry(4, 12)}, b"a" * 12), "b overlaps"),
     "hole": (_file({"a": _entry(0, 4), "b": _entry(8, 12)}, b"a" * 12), "hole before"),
     "data left over": (_file({"a": _entry(0, 4)}, b"a" * 8), "describes 4 bytes of data, the file has 8"),
-    "metadata not text": (_file({"__metadata__": {"step": 3}}), "no text"),
+    "metadata not text": (_file({"__metadata__": {"step": 3}}), "not text"),
 }
 
 

@@ -116,7 +116,7 @@ def test_the_lines_of_check_name_bubble_and_stages() -> None:
     costs = LayerCosts(0.0, (1.0,) * 4, 1.0, 2_000_000, (1_000_000,) * 4, 2_000_000, 0, tied=True)
     contents = stage_contents(costs, stage_layers(costs, 4), (0, 1, 1, 0))
     lines = schedule_lines("zbv", 2, 4, contents)
-    bubble = "bubble 4.0% of the step, were all stages equally fast; at most 4 passes of a stage in flight on a rank"
+    bubble = "bubble 4.0% of the step, if all stages were equally fast; at most 4 passes of a stage in flight on a rank"
     assert lines[0] == "zbv, 2 ranks of 2 stages, 4 micro-batches, gradients of inputs and weights apart"
     assert bubble in lines
     assert lines[-4] == "stage 0 on rank 0: embedding, layer 0, 3M parameters, 20% of the work"

@@ -131,7 +131,7 @@ def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path):
     assert "is not empty and holds no run (metrics.csv)" in message
     (tmp_path / "config.yaml").write_text("")
     (message,) = messages(f"run.dir={tmp_path}")
-    assert "go on in it by: mgpu-pipe " in message
+    assert "continue it with: mgpu-pipe " in message
     preflight(compose([CPU, f"run.dir={tmp_path}", "checkpoint.resume=auto"])[0])
     preflight(compose([CPU, f"run.dir={tmp_path}/new"])[0])
     (message,) = messages(f"run.dir={tmp_path}/metrics.csv")

@@ -148,7 +148,7 @@ def test_compare_lists_what_is_on_one_side_alone_and_values_that_are_no_numbers(
     b = save_step(tmp_path / "b", 5, **{"shape": torch.ones(3)})
     found = compare_tensors(a, b, ("model",))
     assert [(one.name, one.relative) for one in found.differing] == [("norm.weight", float("inf"))]
-    assert found.unlike == ["extra is in the first alone", "shape has the shapes [2] and [3]"]
+    assert found.unlike == ["extra is only in the first", "shape has the shapes [2] and [3]"]
     assert compare_tensors(a, save_step(tmp_path / "c", 6, **{"norm.weight": bad})).differing == []
 
 

@@ -80,5 +80,5 @@ def test_a_run_that_drops_says_that_its_parity_is_statistical(cache: Path, tmp_p
     done = run_program((*BASE[:6], *words), tmp_path, environment(cache), 300)
     assert done.returncode == 0 and "model.config.attention_dropout: drops at random" in done.stderr
     said = json.loads((run_folder(done.stdout) / "summary.json").read_text())["parity"]
-    assert said == "statistical only: dropout draws other masks under every topology"
+    assert said == "statistical only: dropout draws different masks under each topology"
     assert "parity" not in json.loads((finished / "summary.json").read_text())

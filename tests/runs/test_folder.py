@@ -100,7 +100,7 @@ def test_a_folder_in_which_another_launch_trained_after_it_was_chosen_is_refused
     freeze(config, folder.paths.config)
     settle(folder, config)  # not a step was trained: nothing is lost
     folder.paths.metrics.write_text("step\n1\n")
-    with pytest.raises(RunFolderError, match=r"a run has trained in it; .* mgpu-pipe seed=2 run.dir=/"):
+    with pytest.raises(RunFolderError, match=r"a run has trained in this folder; .* mgpu-pipe seed=2 run.dir=/"):
         settle(folder, config, ["seed=2"])
 
 
@@ -323,7 +323,7 @@ def test_auto_takes_the_newest_run_of_the_same_mathematics_and_names_what_differ
     assert fresh.created and f"{newer.root}, is another (seed=1234 there, 8 here; optimizer.lr=0.5 there" in fresh.note
     assert "goes on in it" not in fresh.note
     other.optimizer.lr, other.checkpoint.resume = 0.25, "auto"
-    assert f"run.dir={newer.root} goes on in it all the same" in choose_folder(other).note
+    assert f"run.dir={newer.root} continues it anyway" in choose_folder(other).note
 
 
 def test_a_run_that_was_gone_on_in_with_other_settings_is_nobodys_own(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_launch_killed_while_it_prepares_is_gone_on_in_and_a_living_one_is_nam
     assert run_folder(typed(words, tmp_path, cache).stdout) == folder and len(metrics(folder)) == 2
     refused = run_program([*words, "checkpoint.resume=none"], tmp_path, environment(cache), 120)
     if named:  # what trained is not begun anew, and the line that is told goes on
-        line = refused.stderr.strip().rpartition("go on in it by: ")[2]
+        line = refused.stderr.strip().rpartition("continue it with: ")[2]
         assert refused.returncode == 2, refused.stderr
         assert run_folder(typed(shlex.split(line)[1:], tmp_path, cache).stdout) == folder
     else:
