@@ -56,20 +56,14 @@ class ParallelDims:
         named = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "1"
         if auto:
             if world_size % product:
-                raise ConfigError(
-                    "trainer.devices",
-                    world_size,
-                    f"use a multiple of {product}, for strategy.{auto[0]}=auto fills what remains of {named}",
-                    f"{world_size} processes are not divisible by {named}",
-                )
+                fix = f"use a multiple of {product}, for strategy.{auto[0]}=auto fills what remains of {named}"
+                reason = f"{world_size} processes are not divisible by {named}"
+                raise ConfigError("trainer.devices", world_size, fix, reason)
             sizes[auto[0]] = world_size // product
         elif product != world_size:
-            raise ConfigError(
-                "trainer.devices",
-                world_size,
-                f"use {product} processes or set one size of the strategy to auto",
-                f"strategy={strategy.name} makes a world of {named} = {product}",
-            )
+            fix = f"use {product} processes or set one size of the strategy to auto"
+            reason = f"strategy={strategy.name} makes a world of {named} = {product}"
+            raise ConfigError("trainer.devices", world_size, fix, reason)
         ep = cls._resolve_ep(strategy, sizes)
         return cls(**sizes, ep=ep)
 
@@ -79,12 +73,8 @@ class ParallelDims:
         ep = span if strategy.ep == "auto" else strategy.ep
         if ep != 1 and (ep < 1 or span % ep or ep % sizes["tp"]):
             fits = [n for n in range(1, span + 1) if span % n == 0 and n % sizes["tp"] == 0]
-            raise ConfigError(
-                "strategy.ep",
-                strategy.ep,
-                f"use one of {fits}",
-                f"ep re-cuts dp_shard * tp = {span} and must be a multiple of tp = {sizes['tp']}",
-            )
+            reason = f"ep re-cuts dp_shard * tp = {span} and must be a multiple of tp = {sizes['tp']}"
+            raise ConfigError("strategy.ep", strategy.ep, f"use one of {fits}", reason)
         return ep
 
     @property
@@ -224,12 +214,8 @@ class BatchPlan:
         if total % data_parallel_size:
             below = total // data_parallel_size * data_parallel_size
             nearest = " or ".join(str(n) for n in (below, below + data_parallel_size) if n > 0)
-            raise ConfigError(
-                "data.global_batch_size",
-                total,
-                f"use {nearest}",
-                f"not divisible by the {data_parallel_size} data-parallel processes",
-            )
+            reason = f"not divisible by the {data_parallel_size} data-parallel processes"
+            raise ConfigError("data.global_batch_size", total, f"use {nearest}", reason)
         share = total // data_parallel_size
         divisors = [n for n in range(1, share + 1) if share % n == 0]
         if data.micro_batch_size == "auto":

@@ -59,12 +59,8 @@ def _head_errors(fields: Mapping[str, Any], cp: int, method: str, tp: int) -> It
     if local % cp:
         fits = [size for size in range(1, local + 1) if local % size == 0]
         shared = f" / strategy.tp={tp}" if tp > 1 else ""
-        yield ConfigError(
-            "strategy.cp",
-            cp,
-            f"use one of {fits}, or strategy.context.method=ring",
-            f"ulysses shares heads, and {heads} heads{shared} are not divisible by it",
-        )
+        reason = f"ulysses shares heads, and {heads} heads{shared} are not divisible by it"
+        yield ConfigError("strategy.cp", cp, f"use one of {fits}, or strategy.context.method=ring", reason)
 
 
 def _attention_errors(fields: Mapping[str, Any], own_names: Mapping[str, str], seq_len: int) -> Iterator[ConfigError]:

@@ -64,60 +64,27 @@ def refused_axes_errors(config: RunConfig, dims: ParallelDims, axes: Iterable[st
 def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     strategy, errors = config.strategy, list[ConfigError]()
     if strategy.sequence_parallel and dims.tp == 1:
-        errors.append(
-            ConfigError(
-                "strategy.sequence_parallel",
-                True,
-                "give strategy.tp, or use false",
-                "it splits activations over the tensor-parallel ranks",
-            )
-        )
+        reason = "it splits activations over the tensor-parallel ranks"
+        errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false", reason))
     schedule, precision = strategy.pipeline.schedule, resolve_precision(config)
     if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision == "fp8":
         fix = "use 1f1b or interleaved_1f1b, or precision=bf16"
-        errors.append(
-            ConfigError(
-                "strategy.pipeline.schedule",
-                schedule,
-                fix,
-                "it splits the backward pass, which float8 products do not go with",
-            )
-        )
+        reason = "it splits the backward pass, which float8 products do not go with"
+        errors.append(ConfigError("strategy.pipeline.schedule", schedule, fix, reason))
     if strategy.pipeline.layers and dims.pp == 1:
-        errors.append(
-            ConfigError(
-                "strategy.pipeline.layers",
-                strategy.pipeline.layers,
-                "give strategy.pp, or leave it out",
-                "there is one stage",
-            )
-        )
+        fix = "give strategy.pp, or leave it out"
+        errors.append(ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, fix, "there is one stage"))
     if strategy.sequence_parallel and dims.cp * dims.tp > 1 and config.data.seq_len % (dims.cp * dims.tp):
         unit = dims.cp * dims.tp
-        errors.append(
-            ConfigError(
-                "data.seq_len",
-                config.data.seq_len,
-                f"use a multiple of {unit}",
-                "sequence parallelism splits what context parallelism leaves",
-            )
-        )
+        reason = "sequence parallelism splits what context parallelism leaves"
+        errors.append(ConfigError("data.seq_len", config.data.seq_len, f"use a multiple of {unit}", reason))
     if strategy.offload != "none" and dims.uses_model_axes:
-        errors.append(
-            ConfigError(
-                "strategy.offload", strategy.offload, "use none", "offload works with the data-parallel strategies only"
-            )
-        )
+        reason = "offload works with the data-parallel strategies only"
+        errors.append(ConfigError("strategy.offload", strategy.offload, "use none", reason))
     flash = config.model.attn_implementation == "flash_attention_2"
     if flash and dims.pp > 1:
-        errors.append(
-            ConfigError(
-                "model.attn_implementation",
-                "flash_attention_2",
-                "use auto or sdpa",
-                "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect",
-            )
-        )
+        reason = "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect"
+        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa", reason))
     if flash and strategy.sequence_parallel and dims.ep > 1 and getattr(config.objective, "router_aux_loss", False):
         errors.append(
             ConfigError(
@@ -129,11 +96,8 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
             )
         )
     if config.precision.name == "fp8" and dims.tp > 1:
-        errors.append(
-            ConfigError(
-                "precision.name", "fp8", "use bf16, or strategy.tp=1", "tensor parallelism has no float8 products"
-            )
-        )
+        reason = "tensor parallelism has no float8 products"
+        errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1", reason))
     return errors
 
 

@@ -28,22 +28,13 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
     """Everything missing for the deepspeed engine with this configuration's offload."""
     errors: list[BadInputError] = []
     if importlib.util.find_spec("deepspeed") is None:
-        errors.append(
-            ConfigError(
-                "strategy.engine", "deepspeed", "install it: pip install deepspeed", "DeepSpeed is not installed"
-            )
-        )
+        reason = "DeepSpeed is not installed"
+        errors.append(ConfigError("strategy.engine", "deepspeed", "install it: pip install deepspeed", reason))
     if config.strategy.offload == "nvme":
         errors += [*_path_errors(config), *compiler_errors()]
         if device_type(config) == "cuda" and not _has_cuda_headers():
-            errors.append(
-                ConfigError(
-                    "strategy.offload",
-                    "nvme",
-                    "install the CUDA toolkit, or set CUDA_HOME",
-                    "DeepSpeed compiles its file access against CUDA's headers",
-                )
-            )
+            reason = "DeepSpeed compiles its file access against CUDA's headers"
+            errors.append(ConfigError("strategy.offload", "nvme", "install the CUDA toolkit, or set CUDA_HOME", reason))
     return errors
 
 
@@ -113,12 +104,8 @@ def _compiler_errors() -> Iterator[BadInputError]:
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
         yield ConfigError(key, value, "install it: pip install ninja", f"{COMPILES}, and there is no ninja")
     if cxx is not None and not _has_libaio(cxx):
-        yield ConfigError(
-            key,
-            value,
-            "install libaio (Debian and Ubuntu: apt-get install libaio-dev; Fedora: libaio-devel)",
-            "DeepSpeed reads and writes through libaio, which is not here",
-        )
+        fix = "install libaio (Debian and Ubuntu: apt-get install libaio-dev; Fedora: libaio-devel)"
+        yield ConfigError(key, value, fix, "DeepSpeed reads and writes through libaio, which is not here")
 
 
 def _has_libaio(cxx: str) -> bool:

@@ -33,9 +33,5 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
             f"attention of the {model_type} family{having} is not known to stay inside documents of a packed sample",
         )
     if attn_implementation in FLASH:
-        raise ConfigError(
-            "model.attn_implementation",
-            attn_implementation,
-            "use sdpa, or data.packing=none",
-            f"the {model_type} family needs a mask for packed samples, which flash attention does not take",
-        )
+        reason = f"the {model_type} family needs a mask for packed samples, which flash attention does not take"
+        raise ConfigError("model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none", reason)

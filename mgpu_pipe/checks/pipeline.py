@@ -58,14 +58,9 @@ def pipeline_errors(
             )
         )
     if checkpointing == "selective" and traits.splits_backward:
-        errors.append(
-            ConfigError(
-                "strategy.activation_checkpointing",
-                checkpointing,
-                f"use full or none, or {SCHEDULE_KEY}={alternatives}",
-                f"{schedule} goes back through a block twice, which torch refuses where it is kept in part",
-            )
-        )
+        fix = f"use full or none, or {SCHEDULE_KEY}={alternatives}"
+        reason = f"{schedule} goes back through a block twice, which torch refuses where it is kept in part"
+        errors.append(ConfigError("strategy.activation_checkpointing", checkpointing, fix, reason))
     errors += _stages_errors(schedule, stages_per_rank)
     if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
         stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
@@ -74,14 +69,9 @@ def pipeline_errors(
             errors += _layer_errors(num_layers, schedule, pp, stages, layers)
     if not micro_batches_fit(schedule, pp, num_micro_batches):
         fitting = fitting_micro_batches(schedule, pp, num_micro_batches)
-        errors.append(
-            ConfigError(
-                SCHEDULE_KEY,
-                schedule,
-                f"make it {' or '.join(map(str, fitting))} by data.global_batch_size or data.micro_batch_size",
-                f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step",
-            )
-        )
+        fix = f"make it {' or '.join(map(str, fitting))} by data.global_batch_size or data.micro_batch_size"
+        reason = f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step"
+        errors.append(ConfigError(SCHEDULE_KEY, schedule, fix, reason))
     return errors
 
 
@@ -99,11 +89,8 @@ def _stages_errors(schedule: str, stages_per_rank: StagesPerRank) -> list[Config
     if traits.more_stages and stages_per_rank > traits.stages_per_rank:
         return []
     least = f"at least {traits.stages_per_rank}" if traits.more_stages else str(traits.stages_per_rank)
-    return [
-        ConfigError(
-            "strategy.pipeline.stages_per_rank", stages_per_rank, f"use {least}", f"{schedule} has {least} on a rank"
-        )
-    ]
+    reason = f"{schedule} has {least} on a rank"
+    return [ConfigError("strategy.pipeline.stages_per_rank", stages_per_rank, f"use {least}", reason)]
 
 
 def _layer_errors(
@@ -126,12 +113,6 @@ def _layer_errors(
         return [ConfigError(LAYERS_KEY, given, "give every stage at least 1 layer")]
     if sum(by_hand) != num_layers:
         even = [num_layers // stages + (index < num_layers % stages) for index in range(stages)]
-        return [
-            ConfigError(
-                LAYERS_KEY,
-                given,
-                f"make the sum {num_layers}, e.g. {','.join(map(str, even))}",
-                f"the sum is {sum(by_hand)}, the model has {num_layers} layers",
-            )
-        ]
+        reason = f"the sum is {sum(by_hand)}, the model has {num_layers} layers"
+        return [ConfigError(LAYERS_KEY, given, f"make the sum {num_layers}, e.g. {','.join(map(str, even))}", reason)]
     return []

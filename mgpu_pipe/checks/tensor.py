@@ -25,14 +25,8 @@ def tensor_parallel_errors(
     if tp == 1:
         return []
     if not has_tensor_plan(model_type):
-        return [
-            ConfigError(
-                "strategy.tp",
-                tp,
-                f"use strategy.tp=1; the axes for it are {axes_of(model_type)}",
-                f"the {model_type} family has no plan for tensor parallelism",
-            )
-        ]
+        reason = f"the {model_type} family has no plan for tensor parallelism"
+        return [ConfigError("strategy.tp", tp, f"use strategy.tp=1; the axes for it are {axes_of(model_type)}", reason)]
     refused = tensor_if_errors(fields, model_type, tp)
     if refused:
         return refused
@@ -52,14 +46,8 @@ def tensor_parallel_errors(
     elif sequence_parallel and seq_len % tp:
         below = seq_len // tp * tp
         nearest = " or ".join(str(length) for length in (below, below + tp) if length)
-        errors.append(
-            ConfigError(
-                "data.seq_len",
-                seq_len,
-                f"use {nearest}, or strategy.sequence_parallel=false",
-                f"sequence parallelism cuts it over strategy.tp={tp}",
-            )
-        )
+        fix = f"use {nearest}, or strategy.sequence_parallel=false"
+        errors.append(ConfigError("data.seq_len", seq_len, fix, f"sequence parallelism cuts it over strategy.tp={tp}"))
     return errors
 
 

@@ -291,32 +291,18 @@ def _start_errors(config: RunConfig) -> list[ConfigError]:
     if start.init_from is None or start.resume in ("none", "auto"):
         return []
     fix = "leave one of them out"
-    return [
-        ConfigError(
-            "checkpoint.init_from", start.init_from, fix, f"checkpoint.resume={start.resume} brings weights of its own"
-        )
-    ]
+    reason = f"checkpoint.resume={start.resume} brings weights of its own"
+    return [ConfigError("checkpoint.init_from", start.init_from, fix, reason)]
 
 
 def _held_out_errors(config: RunConfig) -> list[ConfigError]:
     data, errors = config.data, []
     held_out = data.validation_fraction > 0 or bool(data.validation_paths)
     if config.trainer.val_every_n_steps is not None and not held_out:
-        errors.append(
-            ConfigError(
-                "trainer.val_every_n_steps",
-                config.trainer.val_every_n_steps,
-                "hold something out (data.validation_fraction), or use null",
-                "nothing is held out",
-            )
-        )
+        fix, reason = "hold something out (data.validation_fraction), or use null", "nothing is held out"
+        errors.append(ConfigError("trainer.val_every_n_steps", config.trainer.val_every_n_steps, fix, reason))
     if config.checkpoint.keep_best and not held_out and config.checkpoint.best_metric.startswith("val/"):
-        errors.append(
-            ConfigError(
-                "checkpoint.keep_best",
-                config.checkpoint.keep_best,
-                "hold something out (data.validation_fraction), or use 0",
-                f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured",
-            )
-        )
+        fix = "hold something out (data.validation_fraction), or use 0"
+        reason = f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured"
+        errors.append(ConfigError("checkpoint.keep_best", config.checkpoint.keep_best, fix, reason))
     return errors

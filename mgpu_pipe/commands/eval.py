@@ -48,12 +48,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     chosen = objective_class(config.objective.name)
     step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, chosen.samples)
     if not len(step_batches):
-        raise ConfigError(
-            "data.validation_fraction",
-            config.data.validation_fraction,
-            "set it above 0, or give held-out files by data.validation_paths",
-            "nothing is held out",
-        )
+        fix = "set it above 0, or give held-out files by data.validation_paths"
+        raise ConfigError("data.validation_fraction", config.data.validation_fraction, fix, "nothing is held out")
     fix_rotary_length(run.model, config.data.seq_len)
     objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
     result = evaluate_step_batches(objective, step_batches)

@@ -248,12 +248,9 @@ def _logging_errors(name: str, raw: object, loader: Any) -> Iterator[BadInputErr
         if fewest is None or len(apart) < len(fewest):
             fewest = apart
     first = (fewest or [""])[0]
-    yield ConfigError(
-        f"{key}.{first}",
-        leaves(raw).get(first),
-        f"type it on the command line, or choose hydra/{name}=none",
-        "a configuration file cannot change how Python's logging is set up",
-    )
+    fix = f"type it on the command line, or choose hydra/{name}=none"
+    reason = "a configuration file cannot change how Python's logging is set up"
+    yield ConfigError(f"{key}.{first}", leaves(raw).get(first), fix, reason)
 
 
 _NOTHING = object()

@@ -135,14 +135,8 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
         return [ConfigError(group, _value_text(override), choose_from(group, groups), "no such group")]
     if override.is_delete() and dataclasses.is_dataclass(hints(RunConfig).get(group)):
         options, _ = lookup(group)
-        return [
-            ConfigError(
-                f"~{group}",
-                _value_text(override),
-                f"choose another, {group}={'|'.join(options)}",
-                "a run has one of these",
-            )
-        ]
+        reason = "a run has one of these"
+        return [ConfigError(f"~{group}", _value_text(override), f"choose another, {group}={'|'.join(options)}", reason)]
     if override.is_delete() or _chooses_nothing(override):
         return []
     options, _ = lookup(group)

@@ -97,21 +97,13 @@ def private_folder(folder: Path) -> None:
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(20, "this is a file", str(folder))
     if status.st_uid != os.geteuid():
-        raise ConfigError(
-            "data.cache_dir",
-            folder,
-            "give a folder of your own, or set MGPU_PIPE_CACHE to one",
-            "the cache belongs to another user",
-        )
+        reason = "the cache belongs to another user"
+        raise ConfigError("data.cache_dir", folder, "give a folder of your own, or set MGPU_PIPE_CACHE to one", reason)
     if status.st_mode & 0o077 and {entry.name for entry in folder.iterdir()} <= CACHE_CONTENT:
         folder.chmod(0o700)
     elif status.st_mode & 0o022:
-        raise ConfigError(
-            "data.cache_dir",
-            folder,
-            "make it yours alone (chmod 700), or give another folder",
-            "others can write into the cache",
-        )
+        reason = "others can write into the cache"
+        raise ConfigError("data.cache_dir", folder, "make it yours alone (chmod 700), or give another folder", reason)
 
 
 def working_directory() -> str:

@@ -44,11 +44,8 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
         value, own = getattr(data, name), f"data.{name}" in given or "data" in given
         needed = bool(value) or (name == "paths" and data.source not in READ_NO_FILES)
         if needed and not own:
-            errors.append(
-                ConfigError(
-                    f"data.{name}", f"[{','.join(value)}]", f"give data.{name}=[...] on the command line", NOT_FOLLOWED
-                )
-            )
+            fix = f"give data.{name}=[...] on the command line"
+            errors.append(ConfigError(f"data.{name}", f"[{','.join(value)}]", fix, NOT_FOLLOWED))
     usual = type(data)()
     for name in own_keys(type(data)):  # of a plug-in: any may name a file
         if (value := getattr(data, name)) != getattr(usual, name) and f"data.{name}" not in given:
@@ -59,13 +56,8 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
             errors.append(ConfigError(f"data.{name}", getattr(data, name), fix))
     for name in ("num_documents", "mean_length"):
         if data.source == "synthetic" and "data" not in given and getattr(data.synthetic, name) > MOST_SYNTHETIC:
-            errors.append(
-                ConfigError(
-                    f"data.synthetic.{name}",
-                    getattr(data.synthetic, name),
-                    f"give at most {MOST_SYNTHETIC:,} on the command line",
-                )
-            )
+            fix = f"give at most {MOST_SYNTHETIC:,} on the command line"
+            errors.append(ConfigError(f"data.synthetic.{name}", getattr(data.synthetic, name), fix))
     if errors:
         raise ConfigErrors(errors)
     return replace(data, **changes)

@@ -85,12 +85,8 @@ def _build(folder: Path, device: str) -> None:
     if code != 0:
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if "rror" in line]
         why = f" ({lines[-1][:200]})" if lines else ""
-        raise ConfigError(
-            "strategy.offload",
-            "nvme",
-            f"see {log}, or use strategy.offload=cpu",
-            f"DeepSpeed's NVMe access could not be compiled{why}",
-        )
+        reason = f"DeepSpeed's NVMe access could not be compiled{why}"
+        raise ConfigError("strategy.offload", "nvme", f"see {log}, or use strategy.offload=cpu", reason)
     (folder / READY).touch()
 
 

@@ -167,12 +167,9 @@ def _plan_from_rank_zero(config: RunConfig, store: Store) -> _SharedPlan:
         raise SystemExit(told["exit_code"])  # rank 0 has said why
     shared = _SharedPlan(**told)
     if shared.config_hash != config_hash(config):
-        raise ConfigError(
-            "config",
-            config_hash(config),
-            "give every node the same command and the same version of the files",
-            f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ",
-        )
+        fix = "give every node the same command and the same version of the files"
+        reason = f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ"
+        raise ConfigError("config", config_hash(config), fix, reason)
     return shared
 
 

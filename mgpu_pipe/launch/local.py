@@ -49,12 +49,8 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
 
         return join(joined, config, asked)
     if config.trainer.num_nodes > 1:
-        raise ConfigError(
-            "trainer.num_nodes",
-            config.trainer.num_nodes,
-            "start it on every node, by srun or torchrun",
-            "this command starts workers on one machine only",
-        )
+        fix, reason = "start it on every node, by srun or torchrun", "this command starts workers on one machine only"
+        raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, reason)
     started = time.monotonic()
     folder = run_folder.choose_folder(config, swept=asked.swept)
     with SignalInbox() as inbox:

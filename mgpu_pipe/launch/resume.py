@@ -72,14 +72,8 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
     if not own and manifest.step >= length:
         key = "trainer.max_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
         limit = config.trainer.max_steps or config.trainer.max_epochs
-        errors.append(
-            ConfigError(
-                key,
-                limit,
-                f"use more than {manifest.step} steps, counted from the start of the run",
-                f"the checkpoint {step} is at step {manifest.step} already",
-            )
-        )
+        fix = f"use more than {manifest.step} steps, counted from the start of the run"
+        errors.append(ConfigError(key, limit, fix, f"the checkpoint {step} is at step {manifest.step} already"))
     errors += [
         ConfigError(
             name,
@@ -94,24 +88,13 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
         changed = [name for name, _, _ in differences(config, before, [Kind.CONTENT]) if name.startswith("data.")]
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
         changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
-        errors.append(
-            ConfigError(
-                "checkpoint.resume",
-                step,
-                "give the same data, or use checkpoint.init_from",
-                f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})",
-            )
-        )
+        reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
+        errors.append(ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from", reason))
     held_out = state.get("validation_digest")
     if not errors and held_out and prepared.validation_digest and held_out != prepared.validation_digest:
-        errors.append(
-            ConfigError(
-                "data.validation_paths",
-                config.data.validation_paths,
-                "give the same files, or use checkpoint.init_from",
-                f"the held-out data is not what {step} was evaluated on",
-            )
-        )
+        fix = "give the same files, or use checkpoint.init_from"
+        reason = f"the held-out data is not what {step} was evaluated on"
+        errors.append(ConfigError("data.validation_paths", config.data.validation_paths, fix, reason))
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)
@@ -141,14 +124,8 @@ def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
         kept = source
         stored = read_config_json(source)
         if config.model.path is None and config.model.type != stored.get("model_type"):
-            errors.append(
-                ConfigError(
-                    "model.type",
-                    config.model.type,
-                    f"use {stored.get('model_type')}",
-                    f"the weights of {source} are a {stored.get('model_type')}'s",
-                )
-            )
+            reason = f"the weights of {source} are a {stored.get('model_type')}'s"
+            errors.append(ConfigError("model.type", config.model.type, f"use {stored.get('model_type')}", reason))
         settings = {name: value for name, value in config.model.config.items() if name in stored}
         notices = _trained_with(settings, {name: stored[name] for name in settings})
     else:
@@ -157,25 +134,14 @@ def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
         before, _ = load_untrusted(step / "config.yaml")
         if config.model.path is None and before.model.path is None:
             if config.model.type != before.model.type:
-                errors.append(
-                    ConfigError(
-                        "model.type",
-                        config.model.type,
-                        f"use {before.model.type}",
-                        f"the weights of {step} are a {before.model.type}'s",
-                    )
-                )
+                reason = f"the weights of {step} are a {before.model.type}'s"
+                errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}", reason))
             notices = _trained_with(config.model.config, before.model.config)
     tokens = token_differences(kept, prepared.tokenizer_folder)
     if tokens:
-        errors.append(
-            ConfigError(
-                "data.tokenizer",
-                config.data.tokenizer,
-                f"use data.tokenizer={kept.absolute()}",
-                f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})",
-            )
-        )
+        fix = f"use data.tokenizer={kept.absolute()}"
+        reason = f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})"
+        errors.append(ConfigError("data.tokenizer", config.data.tokenizer, fix, reason))
     if errors:
         raise ConfigErrors(errors)
     return notices

@@ -23,12 +23,8 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         matched = [name for name in named if fnmatchcase(name, pattern)]
         if not matched:
             close = nearest(pattern, list(named))
-            raise ConfigError(
-                "model.freeze",
-                pattern,
-                f"did you mean {close}?" if close else f"use names like {next(iter(named))}",
-                "matches no parameter of the model",
-            )
+            fix = f"did you mean {close}?" if close else f"use names like {next(iter(named))}"
+            raise ConfigError("model.freeze", pattern, fix, "matches no parameter of the model")
         for name in matched:
             named[name].requires_grad_(False)
         frozen += matched

@@ -118,12 +118,9 @@ class InitRecipe:
         try:
             return self.recorder.cone(self.refs[name].storage)
         except NotRecordedError:
-            raise ConfigError(
-                "model.type",
-                self.model_type,
-                "use another model type, or load weights with model.path",
-                f"transformers leaves {name} of this family without an initialisation that can be repeated by name",
-            ) from None
+            fix = "use another model type, or load weights with model.path"
+            reason = f"transformers leaves {name} of this family without an initialisation that can be repeated by name"
+            raise ConfigError("model.type", self.model_type, fix, reason) from None
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -211,12 +211,8 @@ def _attention(
     if sliding_window is not None and sliding_window < context.documents.shape[1]:
         wanted.append(f"sliding_window={sliding_window}")
     if wanted:
-        raise ConfigError(
-            "strategy.cp",
-            context.axis.size,
-            "use strategy.cp=1",
-            f"context parallelism does not compute what {type(module).__name__} asks for: {', '.join(wanted)}",
-        )
+        reason = f"context parallelism does not compute what {type(module).__name__} asks for: {', '.join(wanted)}"
+        raise ConfigError("strategy.cp", context.axis.size, "use strategy.cp=1", reason)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return _attend(context, query, key, value, scale).transpose(1, 2).contiguous(), None
 

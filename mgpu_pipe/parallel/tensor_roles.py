@@ -42,12 +42,8 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
         matching = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
         matches = [name for name in names if matching(name)]
         if matches and brought_style not in STYLES:
-            raise ConfigError(
-                "strategy.tp",
-                brought_style,
-                "use strategy.tp=1",
-                f"the {_model_type(model)} family's plan cuts {pattern} in a way that is not known here",
-            )
+            reason = f"the {_model_type(model)} family's plan cuts {pattern} in a way that is not known here"
+            raise ConfigError("strategy.tp", brought_style, "use strategy.tp=1", reason)
         known = STYLES.get(brought_style)
         plan.update({name: known for name in matches if known is not None})
     if not any(style in COLUMNS for style in plan.values()):

@@ -194,14 +194,8 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
     pipeline_layers = strategy.pipeline.layers
     for key, value in (("sequence_parallel", strategy.sequence_parallel), ("pipeline.layers", pipeline_layers)):
         if value:
-            errors.append(
-                ConfigError(
-                    f"strategy.{key}",
-                    value,
-                    "leave it out, or use strategy=megatron",
-                    "strategy.engine=deepspeed shards data only",
-                )
-            )
+            reason = "strategy.engine=deepspeed shards data only"
+            errors.append(ConfigError(f"strategy.{key}", value, "leave it out, or use strategy=megatron", reason))
     if strategy.offload == "nvme" and strategy.deepspeed.stage < 3:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
@@ -231,12 +225,8 @@ def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
             fix = f"leave it out: {decides} decides it" if " " in decides else f"leave it out and set {decides}"
             yield ConfigError(f"{RAW}.{name}", value, fix, "this project sets it")
         elif _found(name, UNSUPPORTED) is not None:
-            yield ConfigError(
-                f"{RAW}.{name}",
-                value,
-                "leave it out",
-                "not supported here: checkpoints and parity would not know of it",
-            )
+            reason = "not supported here: checkpoints and parity would not know of it"
+            yield ConfigError(f"{RAW}.{name}", value, "leave it out", reason)
         elif stage < 3 and (_found(name, STAGE_3_ONLY) is not None or name.startswith(STAGE_3_PREFIX)):
             fix = "use strategy.deepspeed.stage=3, or leave it out"
             yield ConfigError(f"{RAW}.{name}", value, fix, f"ZeRO-{stage} does not have it")

@@ -253,15 +253,22 @@ def _build_trainer(
     ]
     loggers = start_loggers(config, paths.root) if rank == 0 else []
     sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
-    trainer = pl.Trainer(
+    return bare_trainer(
         accelerator=device.type,
         devices=1 if sees_one else dist.get_world_size() // config.trainer.num_nodes,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
         max_steps=max_steps,
-        max_epochs=-1,
         logger=loggers or False,
         callbacks=[*callbacks, recorder],
+    )
+
+
+def bare_trainer(**options: Any) -> pl.Trainer:
+    """Lightning's Trainer without what this project does itself: checkpoints, progress, sampling, signals."""
+    trainer = pl.Trainer(
+        **options,
+        max_epochs=-1,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_libraries, quiet_signals
+from mgpu_pipe.compat.lightning_private import quiet_libraries
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
@@ -27,6 +27,7 @@ from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
+from mgpu_pipe.training.run import bare_trainer
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.verify import bounds
 from mgpu_pipe.verify.baseline import BaselineRun, PlainStep
@@ -63,24 +64,9 @@ def compare(
     batches = [global_batch(objective, config, step) for step in range(steps)]
     at = dims.data_parallel_rank(dist.get_rank())
     watch = _Comparison(config, objective, plan, batches, on_start)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dims.world_size,
-        strategy=strategy,
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=None,
-        val_check_interval=NEVER,
-        inference_mode=False,
+    trainer = bare_trainer(
+        accelerator="cpu", devices=dims.world_size, strategy=strategy, max_steps=steps, logger=False, callbacks=[watch]
     )
-    quiet_signals(trainer)
     spec = objective.batch_spec
     made = [step_batch_maker(batch, spec, step, plan, at) for step, batch in enumerate(batches)]
     trainer.fit(objective, ListedStepBatches(made))
