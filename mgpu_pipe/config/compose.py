@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.compat.hydra_private import caching_repository, new_hydra, new_search_path
-from mgpu_pipe.config import hydra_node, resolvers
+from mgpu_pipe.config import hydra_guard, hydra_node, resolvers
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import plain_values
 from mgpu_pipe.config.plugins import installed_modules_alone
@@ -125,7 +125,7 @@ def preprocess(
     search_path = [item for item in arguments if item.lstrip("+").startswith("hydra.searchpath=")]
     loader: Any = hydra.config_loader
     with composition_errors():  # once, for the loader's public look-up reads the primary configuration every time
-        hydra_node.check_search_path(loader, config_name)
+        hydra_guard.check_search_path(loader, config_name)
         repository = caching_repository(loader, config_name, search_path)
 
     def lookup(group: str) -> tuple[list[str], list[str]]:
@@ -178,7 +178,7 @@ def register() -> None:
 
     with installed_modules_alone():
         Plugins.instance()
-    hydra_node.install_guard()
+    hydra_guard.install_guard()
     resolvers.register()
     # An objective's own keys are not another's, so they are no defaults; overrides bring them with ++.
     node = {**to_plain(RunConfig()), "objective": to_plain(ObjectiveConfig())}

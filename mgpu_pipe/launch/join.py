@@ -35,6 +35,7 @@ from mgpu_pipe.launch.resume import announce_resume, resume_step
 from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
 from mgpu_pipe.runs import folder as run_folder
+from mgpu_pipe.runs import record
 from mgpu_pipe.runs.continue_line import Asked, joined_start, line_for
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
@@ -137,9 +138,9 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
         finish.say_complete(paths)
-        return _SharedPlan(str(paths.root), config_hash(config), "", run_folder.next_attempt(paths), train=False)
-    folder = run_folder.begin(folder, config, asked.overrides, asked.command, launch)
-    attempt = run_folder.next_attempt(paths)
+        return _SharedPlan(str(paths.root), config_hash(config), "", record.next_attempt(paths), train=False)
+    folder = record.begin(folder, config, asked.overrides, asked.command, launch)
+    attempt = record.next_attempt(paths)
     finish.say_note(folder.note)
     try:
         step = resume_step(config, paths)
@@ -151,8 +152,8 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
         folder.discard()
         raise
     with run_folder.writing_to(paths.root):
-        run_folder.record_launch(paths, config, asked.overrides, environment, prepared)
-        run_folder.keep_attempt_config(paths, attempt)
+        record.record_launch(paths, config, asked.overrides, environment, prepared)
+        record.keep_attempt_config(paths, attempt)
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)

@@ -26,6 +26,7 @@ from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs import folder as run_folder
+from mgpu_pipe.runs import record
 from mgpu_pipe.runs.continue_line import Asked, line_for
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
@@ -65,7 +66,7 @@ def _launch(config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Ask
             if run_folder.completed(folder, config):
                 finish.say_complete(folder.paths)
                 return LaunchResult("finished", EXIT_OK, folder.paths.root)
-            folder = run_folder.begin(folder, config, asked.overrides, asked.command)
+            folder = record.begin(folder, config, asked.overrides, asked.command)
             finish.say_note(folder.note)
             try:
                 outcome = _run(config, folder, lock, inbox, asked)
@@ -82,7 +83,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
     paths, world = folder.paths, world_size(config)
     threads = choose_threads(config, world)
     step = resume_step(config, paths)
-    first = run_folder.next_attempt(paths)
+    first = record.next_attempt(paths)
     live = os.dup(2)
     plan = WorkerPlan(
         argv=[sys.executable, *WORKER, str(paths.root)],
@@ -95,7 +96,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
 
     def environment_of(attempt: int) -> Mapping[str, str]:
         """Of a restart."""
-        run_folder.keep_attempt_config(paths, attempt)
+        record.keep_attempt_config(paths, attempt)
         return resume_environment(resume_step(config, paths))
 
     with run_folder.writing_to(paths.root):
@@ -105,8 +106,8 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
         with run_folder.writing_to(paths.root):
-            run_folder.record_launch(paths, config, asked.overrides, environment, prepared)
-            run_folder.keep_attempt_config(paths, first)
+            record.record_launch(paths, config, asked.overrides, environment, prepared)
+            record.keep_attempt_config(paths, first)
         finish.print_before(config, prepared, environment)
         lock.training()
         return supervise(
@@ -143,7 +144,7 @@ def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked)
     """Leave a run in which this launch took no step; the same command with its folder begins or continues it."""
     root = folder.paths.root
     if not folder.paths.config.exists():
-        run_folder.begin(folder, config, asked.overrides, asked.command)
+        record.begin(folder, config, asked.overrides, asked.command)
     print("stopped before training began; there was nothing to save", file=sys.stderr)
     print(f"go on: {line_for(asked.alone, root)}")
     print(f"run: {root}", flush=True)

@@ -1,41 +1,37 @@
-"""Which folder a run gets, and what is written there before the workers start.
+"""Which folder a run gets.
 
-A launch takes a folder's lock, writes who it is (``environment.json``, ``overrides.txt``, and last ``config.yaml``, by
-which a folder is a run's), and only then prepares data and starts workers. So whatever a kill leaves, from the first
-moment on, is an empty folder or a run that can be told from others.
+A launch takes a folder's lock, writes who it is (:mod:`.record`: ``environment.json``, ``overrides.txt``, and last
+``config.yaml``, by which a folder is a run's), and only then prepares data and starts workers. So whatever a kill
+leaves, from the first moment on, is an empty folder or a run that can be told from others.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.config.freeze import freeze, load_untrusted, remember
+from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.mathematics import mathematics_hash
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, RunFolderError
-from mgpu_pipe.runs.auto_resume import HASH_DIGITS, attempts, find_own, named_after
+from mgpu_pipe.runs.auto_resume import HASH_DIGITS, find_own, named_after
 from mgpu_pipe.runs.continue_line import line_for
-from mgpu_pipe.runs.environment import write_environment
-from mgpu_pipe.runs.newest import STARTS_FROM, begun, is_run_folder, recorded, runs_in
+from mgpu_pipe.runs.newest import is_run_folder, recorded, runs_in
 from mgpu_pipe.runs.summary import read_summary
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.samples import Prepared
+    pass
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
-CLOCK_STEP_S = 0.001
-"""By how much a run is dated after an earlier one whose clock was ahead."""
 UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 
@@ -175,71 +171,6 @@ def completed(folder: RunFolder, config: RunConfig) -> bool:
     return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
 
-def begin(
-    folder: RunFolder, config: RunConfig, overrides: Sequence[str], command: Sequence[str], launch: str = ""
-) -> RunFolder:
-    """Make the folder this run's, before anything else is done: when it was begun, with what, and its configuration.
-
-    A continued run keeps what it has until this launch has passed all checks (:func:`record_launch`).
-
-    Args:
-        launch: names the launch whose workers another program may start again.
-    """
-    if folder.goes_on:
-        return folder
-    paths = folder.paths
-    began = not paths.config.exists()
-    with writing_to(paths.root):
-        for _, kept in attempts(paths.root):  # of a launch that never trained
-            kept.unlink()
-        now = time.time()
-        stamp: dict[str, object] = {"started": now, "command": list(command), "folder": os.getcwd(), "launch": launch}
-        if config.checkpoint.resume not in ("none", "auto"):
-            stamp[STARTS_FROM] = str(Path(config.checkpoint.resume).expanduser().absolute())
-        _record_environment(paths, config, stamp)
-        _write_overrides(paths, overrides)
-        freeze(config, paths.config)
-        for written in (paths.overrides, paths.config):
-            files.sync_file(written)
-        files.sync_folder(paths.root)
-    return replace(folder, began=began)
-
-
-def record_launch(
-    paths: RunPaths, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, object], prepared: Prepared
-) -> None:
-    """Write what this launch runs, by which command and where; the workers read it. The run's first moment is kept.
-
-    A summary of an earlier launch is removed: the run has not ended.
-    """
-    freeze(config, paths.config)
-    remember(paths.config)
-    _write_overrides(paths, overrides)
-    kept = {key: value for key, value in recorded(paths.root).items() if key == STARTS_FROM}
-    _record_environment(paths, config, {**environment, **kept})
-    paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
-    paths.tokenizer.mkdir(exist_ok=True)
-    if prepared.tokenizer_folder is not None:
-        for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was
-            shutil.copyfile(file, paths.tokenizer / file.name)
-    paths.logs.mkdir(exist_ok=True)
-    paths.summary.unlink(missing_ok=True)
-    # Checkpoints are worth nothing after a power failure that lost what they belong to.
-    for path in (paths.config, paths.overrides, paths.environment, paths.data, *paths.tokenizer.iterdir()):
-        files.sync_file(path)
-    for folder in (paths.tokenizer, paths.root):
-        files.sync_folder(folder)
-
-
-def next_attempt(paths: RunPaths) -> int:
-    """Attempts are counted over all launches of a run, from 1."""
-    return max((number for number, _ in attempts(paths.root)), default=0) + 1
-
-
-def keep_attempt_config(paths: RunPaths, attempt: int) -> None:
-    shutil.copyfile(paths.config, paths.root / f"config-attempt-{attempt}.yaml")
-
-
 def _unborn(runs: Path, digits: str) -> Path | None:
     """The folder that a launch with this mathematics made before it was killed, with nothing in it yet."""
     for folder in sorted(runs.iterdir(), reverse=True) if runs.is_dir() else []:
@@ -317,20 +248,3 @@ def _not_writable(folder: Path, why: str) -> RunFolderError:
         f"{folder}: the run's folder cannot be written ({why}); set run.dir or run.root to a folder that can be "
         "written and has room"
     )
-
-
-def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
-    paths.overrides.write_text("".join(f"{override}\n" for override in overrides), encoding="utf-8")
-
-
-def _record_environment(paths: RunPaths, config: RunConfig, environment: Mapping[str, object]) -> None:
-    created = begun(paths.root) or _later_than_others(paths, float(str(environment["started"])), config)
-    write_environment(paths.environment, {**environment, "created": created})
-
-
-def _later_than_others(paths: RunPaths, now: float, config: RunConfig) -> float:
-    """``now``, but later than every other run of this name, also where the clock was set back since."""
-    if config.run.dir is not None:
-        return now
-    others = [begun(folder) for folder in paths.root.parent.iterdir() if folder != paths.root]
-    return max(now, *(created + CLOCK_STEP_S for created in others), 0.0)

@@ -20,18 +20,9 @@ from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions, Tra
 from mgpu_pipe.data.text.prepare import prepare
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.environment import write_environment
-from mgpu_pipe.runs.folder import (
-    RunFolder,
-    begin,
-    choose_folder,
-    completed,
-    keep_attempt_config,
-    next_attempt,
-    record_launch,
-    settle,
-    writing_to,
-)
+from mgpu_pipe.runs.folder import RunFolder, choose_folder, completed, settle, writing_to
 from mgpu_pipe.runs.newest import newest_run
+from mgpu_pipe.runs.record import begin, keep_attempt_config, next_attempt, record_launch
 from mgpu_pipe.runs.summary import write_summary
 
 
