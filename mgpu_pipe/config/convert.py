@@ -33,17 +33,13 @@ class _Refused:
 REFUSED = _Refused()
 
 
-def convert(cls: type[T], mapping: Mapping[str, Any], path: str = "") -> tuple[T, list[BadInputError]]:
+def convert(cls: type[T], mapping: Mapping[str, Any]) -> tuple[T, list[BadInputError]]:
     """``mapping`` as an instance of the dataclass ``cls``, and every unknown key and wrong type.
 
     Keys that are not given, or that are refused, keep their defaults.
-
-    Args:
-        path: the dotted key at which ``mapping`` stands, for messages.
     """
     errors: Errors = []
-    instance = _dataclass(cls, mapping, path, errors)
-    return instance, list(errors)
+    return _dataclass(cls, mapping, "", errors), list(errors)
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -100,13 +100,13 @@ def _literal(value: Any) -> Any:
     return unescaped(value) if isinstance(value, str) else value
 
 
-def config_hash(config: RunConfig, length: int = HASH_LENGTH) -> str:
+def config_hash(config: RunConfig) -> str:
     """Hexadecimal identity of a configuration: the start of the SHA-256 of its sorted JSON.
 
     It depends on what is written, so not on the values of the environment.
     """
     text = json.dumps(to_plain(config), sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:length]
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
 
 
 def _with_interpolations(config: RunConfig) -> dict[str, object]:

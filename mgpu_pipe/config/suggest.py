@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 CUTOFF = 0.6
+LISTED = 24
 LONGEST_WORD = 120
 """Nothing longer is a slip of the fingers, and comparing takes quadratic time."""
 
@@ -18,15 +19,15 @@ def nearest(word: str, options: Iterable[str], cutoff: float = CUTOFF) -> str | 
     return close[0] if close else None
 
 
-def choose_from(word: str, options: Iterable[str], listed: int = 24) -> str:
+def choose_from(word: str, options: Iterable[str]) -> str:
     """A fix for a wrong choice: ``did you mean ddp? (one of ddp, single)``.
 
     Args:
         word: what was given.
-        options: the valid words; at most ``listed`` of them are shown.
+        options: the valid words; at most ``LISTED`` of them are shown.
     """
     names = sorted(set(options))
-    shown = ", ".join(names[:listed]) + (", ..." if len(names) > listed else "")
+    shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
     close = nearest(word, names)
     return f"did you mean {close}? (one of {shown})" if close else f"use one of {shown}"
 

@@ -24,6 +24,8 @@ from mgpu_pipe.training.length import run_length
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
 
+LISTED = 3
+
 
 def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     """The step folder that an attempt starts from: this run's newest valid one, else what was asked for, else none.
@@ -154,8 +156,8 @@ def _trained_with(now: object, before: object) -> list[str]:
     ]
 
 
-def _listed(texts: list[str], shown: int = 3) -> str:
-    return "; ".join(texts[:shown]) + (f"; and {len(texts) - shown} more" if len(texts) > shown else "")
+def _listed(texts: list[str]) -> str:
+    return "; ".join(texts[:LISTED]) + (f"; and {len(texts) - LISTED} more" if len(texts) > LISTED else "")
 
 
 def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
