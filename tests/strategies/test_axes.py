@@ -1,4 +1,7 @@
-"""Every axis of the mesh engine, and their compositions, against one process. Oracle: tests/support/training's loop."""
+"""Every axis of the mesh engine, and their compositions, against one process. Oracle: tests/support/training's loop.
+
+``make test`` tries each topology on one of the four families, in turn; ``make test-all`` tries all of them.
+"""
 
 from __future__ import annotations
 
@@ -109,9 +112,18 @@ def case_of(topology: Topology, model: str) -> Case:
     )
 
 
-def _all_models(name: str) -> list[Any]:
+def is_sampled(name: str, model: str) -> bool:
+    """Whether ``make test`` tries this cell."""
+    return TOPOLOGIES[name].models != ALL or ALL[list(TOPOLOGIES).index(name) % len(ALL)] == model
+
+
+def _models(name: str, sampled: bool) -> list[str]:
+    return [model for model in TOPOLOGIES[name].models if is_sampled(name, model) == sampled]
+
+
+def _all_models(name: str, sampled: bool) -> list[Any]:
     topology, found = TOPOLOGIES[name], list[Any]()
-    for model in topology.models:
+    for model in _models(name, sampled):
         try:
             found.append(trained(case_of(topology, model), topology.dims))
         except Exception as error:
@@ -120,9 +132,9 @@ def _all_models(name: str) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def results(name: str) -> list[list[Any]]:
-    """What every rank found of every model, from one group of processes."""
-    return run_processes(TOPOLOGIES[name].dims.world_size, _all_models, name, timeout_s=600.0)
+def results(name: str, sampled: bool) -> list[list[Any]]:
+    """What every rank found of every sampled model, or of the others, from one group of processes."""
+    return run_processes(TOPOLOGIES[name].dims.world_size, _all_models, name, sampled, timeout_s=600.0)
 
 
 @functools.lru_cache(maxsize=None)
@@ -135,13 +147,21 @@ def oracle(model: str, layers: int, max_norm: float | None, data: str) -> dict[s
     )
 
 
-@pytest.mark.parametrize(("name", "model"), [(name, model) for name, t in TOPOLOGIES.items() for model in t.models])
+CASES = [
+    pytest.param(name, model, marks=[] if is_sampled(name, model) else pytest.mark.exhaustive)
+    for name, topology in TOPOLOGIES.items()
+    for model in topology.models
+]
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
 def test_the_topology_is_one_process(name: str, model: str) -> None:
     topology = TOPOLOGIES[name]
     if "compile_model" in topology.options:
         need_torch_compile()
     AXES_CELLS[name, model] = "FAILED"
-    outcomes: list[Outcome] = [rank[topology.models.index(model)] for rank in results(name)]
+    sampled = is_sampled(name, model)
+    outcomes: list[Outcome] = [rank[_models(name, sampled).index(model)] for rank in results(name, sampled)]
     assert not any(isinstance(outcome, str) for outcome in outcomes), outcomes
     expected = oracle(model, topology.layers, topology.case.get("max_norm"), topology.case.get("data", "packed"))
     worst, where = worst_error(outcomes, expected)
