@@ -14,7 +14,10 @@ from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 READ_NO_FILES = ("stdlib_text", "number_words", "synthetic")
-NOT_FOLLOWED = "this configuration was not made by a launch of yours, so the files that it names are not read"
+NOT_FOLLOWED = (
+    "the cache ($MGPU_PIPE_CACHE) knows no launch of yours that made this configuration, so the files that it names "
+    "are not read"
+)
 LARGEST = {"seq_len": 1 << 20, "global_batch_size": 1 << 16}
 MOST_SYNTHETIC = 1 << 20
 """Documents, and tokens a document."""

@@ -206,6 +206,9 @@ def _classes(config: RunConfig, *folders: Path) -> list[str]:
         raise ConfigError(
             key, ",".join(given), "name every class by data.classes, in the order of their numbers", reason
         )
+    if key == "data.label_column" and len(given) < 2:
+        fix = "give texts of two classes or more, or name the classes by data.classes"
+        raise ConfigError(key, config.data.label_column, fix, f"every text has the class {', '.join(given)!r}")
     if len(given) < 2 or len(set(given)) < len(given):
         reason = "there are fewer than two classes, or one is named twice"
         raise ConfigError(key, ",".join(given), "name each class once by data.classes", reason)
