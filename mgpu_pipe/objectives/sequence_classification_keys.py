@@ -13,6 +13,12 @@ from mgpu_pipe.config.schema import ObjectiveConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_types
 
+UNFIT = (
+    *("canine", "flaubert", "fnet", "funnel", "layoutlmv2", "layoutlmv3", "lilt", "perceiver", "reformer"),
+    *("xlm", "xlnet"),
+)
+"""Families whose classifiers mix in what fills a row up, or read more than tokens."""
+
 
 @dataclass
 class SequenceClassificationConfig(ObjectiveConfig):
@@ -29,6 +35,10 @@ class SequenceClassificationConfig(ObjectiveConfig):
         return self.sample_texts, 0
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        model_type = str(fields["model_type"])
+        if model_type in UNFIT or fields.get("is_encoder_decoder"):
+            reason = "a padded row of tokens is not what its classifier reads"
+            return [ConfigError("model.type", model_type, "use an encoder (bert) or a causal model (llama)", reason)]
         if fields["model_type"] in model_types("AutoModelForMaskedLM") or fields.get("pad_token_id") is not None:
             return []
         reason = "it finds a row's last token by it: the last one that is another"

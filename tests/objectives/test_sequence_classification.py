@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,20 @@ import numpy as np
 import pytest
 import torch
 
+from mgpu_pipe.checks.model import check_attention
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
+from tests.models.tiny import tiny_model
 from tests.support.command import environment, run_folder
 from tests.support.processes import run_processes
 from tests.support.program import run_program
@@ -86,6 +91,13 @@ def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], t
     with pytest.raises(ConfigErrors) as refused:
         preflight(compose([*overrides])[0])
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["t5", "xlnet"])
+def test_a_family_that_reads_more_than_padded_rows_is_refused(family: str) -> None:
+    config = replace(compose([*BERT])[0], model=ModelConfig(type=family))
+    with pytest.raises(ConfigError, match=f"model.type={family}: a padded row of tokens is not what its classifier"):
+        check_attention(config)
 
 
 OTHERS = ["the", "a", "of", "in", "on", "at", "by", "to"]
@@ -322,3 +334,30 @@ def test_a_run_tells_the_classes_of_its_sample_texts(tmp_path: Path, cache: Path
             share, number = loaded.model(input_ids=ids).logits[0].softmax(-1).max(-1)
         assert sample["text"] == f" \u2192 {loaded.model.config.id2label[int(number)]} ({100 * float(share):.0f}%)"
         assert sample["prompt"] == text and sample["text"].strip() in (folder / "report.html").read_text()
+
+
+SAMPLED = ("bert", "distilbert", "roberta", "deberta-v2", "llama", "gpt2", "mixtral")
+FAMILIES = """
+    albert arcee big_bird biogpt bloom camembert convbert ctrl data2vec-text deberta diffllama doge electra ernie esm
+    eurobert exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt-sw3 gpt_bigcode gpt_neo gpt_neox gpt_oss gte helium
+    hunyuan_v1_dense hunyuan_v1_moe ibert jamba jetmoe jina_embeddings_v3 layoutlm longformer luke markuplm
+    megatron-bert minimax ministral ministral3 mistral mobilebert modernbert modernbert-decoder mpnet mpt mra nemotron
+    nomic_bert nystromformer olmo olmo2 olmo3 openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
+    qwen3_5_text qwen3_moe qwen3_next rembert roberta-prelayernorm roc_bert roformer seed_oss smollm3 stablelm
+    starcoder2 tapas ultrabert xlm-roberta xlm-roberta-xl yoso
+"""
+
+
+@pytest.mark.parametrize(
+    "family", [*SAMPLED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES.split())]
+)
+def test_padded_rows_are_those_of_a_sample_alone(family: str) -> None:
+    """In every family that the objective lets pass and whose tiny model can be made."""
+    made = build_meta(tiny_model(family, num_labels=3, pad_token_id=0), "AutoModelForSequenceClassification")
+    model = materialise(made, 1, "cpu").eval()
+    objective = SequenceClassificationObjective(model, None, lambda step: 1.0)
+    batch = objective.random_batch(3, 0, 6, 24, packed=False)
+    with torch.no_grad():
+        together = float(objective.micro_batch_loss(batch))
+        alone = float(objective.reference_loss(model, model, batch).loss_sum)
+    assert together == pytest.approx(alone, rel=1e-5)
