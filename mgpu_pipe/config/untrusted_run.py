@@ -21,6 +21,7 @@ NOT_FOLLOWED = (
 LARGEST = {"seq_len": 1 << 20, "global_batch_size": 1 << 16}
 MOST_SYNTHETIC = 1 << 20
 """Documents, and tokens a document."""
+MOST_DIGITS = 9
 
 
 def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
@@ -57,10 +58,15 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
         if f"data.{name}" not in given and getattr(data, name) > most:
             fix = f"give at most {most:,} on the command line"
             errors.append(ConfigError(f"data.{name}", getattr(data, name), fix))
-    for name in ("num_documents", "mean_length"):
-        if data.source == "synthetic" and "data" not in given and getattr(data.synthetic, name) > MOST_SYNTHETIC:
-            fix = f"give at most {MOST_SYNTHETIC:,} on the command line"
-            errors.append(ConfigError(f"data.synthetic.{name}", getattr(data.synthetic, name), fix))
+    for source, name, made, most in (
+        ("synthetic", "synthetic.num_documents", data.synthetic.num_documents, MOST_SYNTHETIC),
+        ("synthetic", "synthetic.mean_length", data.synthetic.mean_length, MOST_SYNTHETIC),
+        ("number_words", "numbers.count", data.numbers.count, MOST_SYNTHETIC),
+        ("number_words", "numbers.digits", data.numbers.digits, MOST_DIGITS),
+        (data.source, "target_len", data.target_tokens(), LARGEST["seq_len"]),
+    ):
+        if data.source == source and "data" not in given and made > most:
+            errors.append(ConfigError(f"data.{name}", made, f"give at most {most:,} on the command line"))
     if errors:
         raise ConfigErrors(errors)
     return replace(data, **changes)

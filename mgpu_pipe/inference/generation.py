@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,7 @@ def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None
         if own is not None:
             model.__dict__["forward"] = own
 
+    @wraps(model.forward)  # generate() looks for the arguments that it takes
     def given(*args: Any, **kwargs: Any) -> Any:
         take_back()
         try:

@@ -27,6 +27,7 @@ NEEDS_MORE = {
     ("data", "labelled_jsonl"),
     ("objective", "sequence_classification"),
     ("model", "t5_tiny"),
+    ("model", "t5_mini"),
     ("objective", "seq2seq"),
     ("data", "number_words"),
     ("data", "pairs_jsonl"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +216,7 @@ def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path
     given = [*overrides, f"trainer.devices={processes}"]
     config = small_data(cache, *given)
     freeze(config, RunPaths(folder).config)
-    prepare(config)
+    shutil.copytree(prepare(config).tokenizer_folder, RunPaths(folder).tokenizer)
     step = None if resume is None else str(resume)
     metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(cache), step)[0]
     return metrics
@@ -276,7 +277,7 @@ def answered(overrides: list[str], cache: str, folder: str) -> list[str]:
 def test_a_sharded_model_answers_as_a_whole_one(tmp_path: Path, strategy: str) -> None:
     cache, found = tmp_path / "cache", {}
     for name, processes in (("single", 1), (strategy, 2)):
-        overrides = [f"strategy={name}", f"trainer.devices={processes}", "optimizer.lr=0.01"]
+        overrides = [f"strategy={name}", f"trainer.devices={processes}", "model.config.pad_token_id=1"]
         (tmp_path / name).mkdir()
         freeze(small_data(cache, *overrides), RunPaths(tmp_path / name).config)
         found[name] = run_processes(processes, answered, overrides, str(cache), str(tmp_path / name))

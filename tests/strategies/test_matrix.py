@@ -13,6 +13,7 @@ from mgpu_pipe.topology import ParallelDims
 from tests.support.learned import LEARNED
 from tests.support.processes import run_processes
 from tests.support.tables import CELLS
+from tests.support.tiny import MODELS
 from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained, worst_error
 
 pytestmark = pytest.mark.slow
@@ -30,8 +31,13 @@ STRATEGIES = {
 }
 ZERO_STAGES: dict[str, Any] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_cpu": 3}
 FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
-EMBEDDINGS = {"gpt2": "transformer.wte.weight", **dict.fromkeys(LEARNED, "bert.embeddings.word_embeddings.weight")}
-BLOCKS = dict.fromkeys(LEARNED, "*.0.intermediate.*")
+BERTS = [name for name in LEARNED if MODELS[name].type == "bert"]
+EMBEDDINGS = {
+    "gpt2": "transformer.wte.weight",
+    "pairs": "shared.weight",
+    **dict.fromkeys(BERTS, "bert.embeddings.word_embeddings.weight"),
+}
+BLOCKS = {"pairs": "encoder.block.0.*", **dict.fromkeys(BERTS, "*.0.intermediate.*")}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation 3": {"samples": 12, "micro_batches": 3},

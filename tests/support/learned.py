@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
+from mgpu_pipe.objectives.seq2seq import Seq2SeqObjective
 from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective
 from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch
 
@@ -81,7 +82,36 @@ def classes_loss(forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
+def pairs_objective(model: Any, optimizer: Any, learning_rate: Any) -> Seq2SeqObjective:
+    return Seq2SeqObjective(model, optimizer, learning_rate, 7)
+
+
+def pairs_batch(step: int, samples: int) -> Batch:
+    """Sources and shorter targets of random lengths, one target empty."""
+    generator = torch.Generator().manual_seed(4000 + step)
+    room = SEQ_LEN // 2
+    ids = torch.randint(0, VOCABULARY, (samples, SEQ_LEN), generator=generator)
+    labels = torch.randint(0, VOCABULARY, (samples, room), generator=generator)
+    inside = torch.arange(SEQ_LEN) < torch.randint(1, SEQ_LEN + 1, (samples, 1), generator=generator)
+    targets = torch.randint(1, room + 1, (samples, 1), generator=generator)
+    targets[step % samples] = 0
+    labels[torch.arange(room) >= targets] = IGNORE_INDEX
+    return {"input_ids": ids * inside, "attention_mask": inside.long(), "labels": labels}
+
+
+def pairs_loss(forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
+    """One pair at a time, without padding; the model makes the decoder's inputs from the labels."""
+    losses = []
+    for ids, mask, labels in zip(*(batch[name] for name in batch), strict=True):
+        target = labels[labels != IGNORE_INDEX]
+        if len(target):
+            logits = forward(input_ids=ids[None, mask == 1], labels=target[None]).logits[0].float()
+            losses.append(F.cross_entropy(logits, target, reduction="sum"))
+    return torch.stack(losses).sum()
+
+
 LEARNED = {
+    "pairs": Learned("AutoModelForSeq2SeqLM", pairs_objective, pairs_batch, pairs_loss),
     "masked": Learned("AutoModelForMaskedLM", masked_objective, masked_batch, masked_loss),
     "classes": Learned(
         "AutoModelForSequenceClassification", SequenceClassificationObjective, classes_batch, classes_loss

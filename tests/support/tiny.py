@@ -33,6 +33,20 @@ MODELS = {
     ),
     "masked": ModelConfig(name="masked", type="bert", config={**BERT}),
     "classes": ModelConfig(name="classes", type="bert", config={**BERT, "num_labels": 3, "pad_token_id": 0}),
+    "pairs": ModelConfig(
+        name="pairs",
+        type="t5",
+        config={
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+            "pad_token_id": 0,
+        },
+    ),
     # Large enough for what is written in local shards of a mebibyte.
     "wide": ModelConfig(name="wide", type="llama", config={**COMMON, "hidden_size": 256, "intermediate_size": 768}),
     "gpt2": ModelConfig(

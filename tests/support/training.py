@@ -42,7 +42,7 @@ from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 Batch = dict[str, torch.Tensor]
 SEED, LR = 5, 3e-4
 MUON = "mgpu_pipe.parallel.muon.Muon"
-LAYERS = {"gpt2": "n_layer"}
+LAYERS = {"gpt2": "n_layer", "pairs": "num_layers"}
 """What a family calls the number of its layers, where it has a name of its own for it."""
 CPU = torch.device("cpu")
 
