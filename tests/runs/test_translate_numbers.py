@@ -10,7 +10,7 @@ from tests.support.command import mgpu, run_folder
 
 def test_four_steps_measure_exact_match_and_show_answers(cache: Path, tmp_path: Path) -> None:
     short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
-    small = ("data.numbers.count=200", "data.global_batch_size=16", "data.micro_batch_size=4")
+    small = ("data.numbers.count=200", "data.global_batch_size=16")
     folder = run_folder(mgpu(cache, tmp_path, "experiment=translate_numbers", "trainer.devices=2", *short, *small))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and summary["model"]["class"] == "T5ForConditionalGeneration"
