@@ -165,7 +165,7 @@ def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> li
     if _classifies(config):
         return _classified(config, run.model, run.tokenizer_folder)
     texts = generate_text(run.model, run.tokenizer(), prompts, max_new_tokens=length, seed=config.seed)
-    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+    return _told(config, prompts, texts)
 
 
 def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path | None) -> list[Sample]:
@@ -186,7 +186,7 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
         together=True,
         forward=result.sampling_forward,
     )
-    return [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+    return _told(config, prompts, texts)
 
 
 def _classifies(config: RunConfig) -> bool:
@@ -200,7 +200,13 @@ def _classified(config: RunConfig, model: PreTrainedModel, tokenizer_folder: Pat
     texts, _ = config.objective.prompts()
     assert tokenizer_folder is not None
     classes = classify_texts(model, tokenizer_folder, texts, config.data.seq_len)
-    return [{"prompt": text, "text": f" \u2192 {found}"} for text, found in zip(texts, classes, strict=True)]
+    return _told(config, texts, classes)
+
+
+def _told(config: RunConfig, prompts: list[str], texts: list[str]) -> list[Sample]:
+    """What a model made of each prompt: its continuation, or behind an arrow what stands for itself."""
+    joint = "" if description(config.objective.name).samples == "packed_text" else " \u2192 "
+    return [{"prompt": prompt, "text": f"{joint}{text}"} for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def _import_all() -> None:

@@ -16,5 +16,6 @@ def test_four_steps_measure_exact_match_and_show_answers(cache: Path, tmp_path: 
     assert summary["status"] == "finished" and summary["model"]["class"] == "T5ForConditionalGeneration"
     assert 0 <= summary["metrics"]["val/exact_match"] <= summary["metrics"]["val/accuracy"] < 1
     assert [sample["prompt"] for sample in summary["samples"]] == ["907", "two thousand thirteen"]
+    assert all(sample["text"].startswith(" \u2192 ") for sample in summary["samples"])
     report = (folder / "report.html").read_text(encoding="utf-8")
     assert "exact match" in report and "two thousand thirteen" in report
