@@ -213,13 +213,18 @@ def test_rows_are_those_of_transformers_own_tokenizer(tmp_path: Path, pairs: boo
     assert samples.padding(np.arange(60)) == int((1 - expected["attention_mask"]).sum())
 
 
-def test_a_tokenizer_without_marks_gets_ends_between_and_after_the_texts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [("text", "other"), ("other", "text")])
+def test_a_tokenizer_without_marks_gets_ends_between_and_after_the_texts(
+    tmp_path: Path, columns: tuple[str, str]
+) -> None:
     write_rows(tmp_path / "rows.jsonl", pairs=True)
-    config = small_data(tmp_path, "data.second_text_column=other", "data.seq_len=12", "data.validation_fraction=0")
+    named = (f"data.text_column={columns[0]}", f"data.second_text_column={columns[1]}")
+    config = small_data(tmp_path, *named, "data.seq_len=12", "data.validation_fraction=0")
     batch = prepare(config).open(config, "train").batch(np.arange(60), np.arange(60))
     for ids, kinds, length in zip(batch["input_ids"], batch["token_type_ids"], batch["lengths"], strict=True):
         assert int((ids[:length] == 0).sum()) == 2 and int(ids[length - 1]) == 0
         begin = int((ids == 0).nonzero()[0]) + 1
+        assert min(begin, int(length) - begin) > 3, "the longer text is cut, not the shorter one"
         assert kinds.tolist() == [int(begin <= place < length) for place in range(12)]
 
 
