@@ -109,7 +109,7 @@ def existing_folder(path: Path | str) -> Path:
 
 
 def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
-    from mgpu_pipe.models.build import load_pretrained
+    from mgpu_pipe.models.pretrained import load_pretrained
 
     model = load_pretrained(ModelConfig(name=folder.name, path=str(folder)), device).eval()
     return LoadedRun(model, folder, _tokenizer_folder(folder), None, None)
@@ -160,7 +160,8 @@ def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, Ch
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
-    from mgpu_pipe.models.build import at_most, run_model
+    from mgpu_pipe.models.build import run_model
+    from mgpu_pipe.models.pretrained import at_most
     from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings, with_recorded_labels
 
     step_folder = resolve_source(folder, key="folder")
@@ -205,7 +206,7 @@ def _frozen_weights(
     Raises:
         BadInputError: the folder has other weights, or only somebody else's step names it.
     """
-    from mgpu_pipe.models.build import load_pretrained
+    from mgpu_pipe.models.pretrained import load_pretrained
 
     left_out = reader.left_out
     if left_out is None:

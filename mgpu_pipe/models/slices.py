@@ -20,11 +20,12 @@ import torch
 from mgpu_pipe.compat.transformers_private import keys_not_expected
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.build import build_meta, check_loading, materialise_empty
+from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
 from mgpu_pipe.models.layout import Layout, layouts_of, unsharded_shape
 from mgpu_pipe.models.parts import local_tensor, parts_held
+from mgpu_pipe.models.pretrained import check_loading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,8 +16,9 @@ from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.models.build import load_pretrained, materialise, run_model
+from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.fields import LABELS
+from mgpu_pipe.models.pretrained import load_pretrained
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.topology import ParallelDims

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ModelFolderError
-from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.parts import PartOf, local_tensor, parts_held
+from mgpu_pipe.models.pretrained import load_pretrained
 from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.fsdp import apply_fully_shard
 from mgpu_pipe.topology import ParallelDims

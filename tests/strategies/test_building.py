@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.models.build import build_meta, load_pretrained, materialise
+from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.parts import local_tensor
+from mgpu_pipe.models.pretrained import load_pretrained
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.memory import AllocationWatch
