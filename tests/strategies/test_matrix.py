@@ -1,9 +1,14 @@
-"""Every mesh strategy x model family x feature against one process. Oracle: tests/support/training's plain loop."""
+"""Every strategy x model x feature against one process. Oracle: tests/support/training's plain loop.
+
+``make test`` tries each strategy with each feature on one of the causal models and one of the others; ``make test-all``
+tries all of them.
+"""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,14 +55,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "frozen parameters": {},
     "an unused branch": {"branches": True, "samples": 12, "micro_batches": 3},
 }
-CAUSAL = [(model, feature) for model in FAMILIES for feature in FEATURES]
 OF_NEXT_TOKENS = ("uneven lengths", "padding", "an unused branch")
 """Features of the causal models' batches and blocks."""
-OTHERS = [(model, feature) for model in LEARNED for feature in FEATURES if feature not in OF_NEXT_TOKENS]
-SAMPLE = [key for key in OTHERS if key[1] in ("plain", "accumulation 3")]
-REST = [key for key in OTHERS if key not in SAMPLE]
-GROUPS = {"causal": CAUSAL, "others": SAMPLE, "all others": REST}
-"""Cases that one group of processes runs."""
+CELLS_TRIED = [
+    (strategy, model, feature)
+    for strategy, (model, feature) in product(STRATEGIES, product((*FAMILIES, *LEARNED), FEATURES))
+    if (strategy != "tp" and model in FAMILIES) or (model in LEARNED and feature not in OF_NEXT_TOKENS)
+]
+"""Causal models under tensor parallelism are test_axes'."""
 BF16_FACTOR = 1.5
 TOGETHER = ("zero1", "zero2")
 """Where ranks have to use the same parameters: DeepSpeed reduces those that each rank used. One branch is used by all
@@ -90,10 +95,18 @@ def _all_cases(strategy: str, dims: ParallelDims, keys: list[tuple[str, str]]) -
     return found
 
 
+def is_sampled(strategy: str, model: str, feature: str) -> bool:
+    """Whether ``make test`` tries this cell; it tries all of one process, which bf16 is compared with."""
+    turn = list(STRATEGIES).index(strategy) + list(FEATURES).index(feature)
+    models = FAMILIES if model in FAMILIES else tuple(LEARNED)
+    return strategy == "single" or models[turn % len(models)] == model
+
+
 @functools.lru_cache(maxsize=None)
-def results(strategy: str, group: str = "causal") -> dict[tuple[str, str], list[Any]]:
-    """A group's cases under a strategy, by rank, from one group of processes."""
-    dims, keys = STRATEGIES[strategy], GROUPS[group]
+def results(strategy: str, sampled: bool) -> dict[tuple[str, str], list[Any]]:
+    """The sampled cases of a strategy, or the others, by rank, from one group of processes."""
+    dims, cells = STRATEGIES[strategy], [cell for cell in CELLS_TRIED if is_sampled(*cell) == sampled]
+    keys = [(model, feature) for name, model, feature in cells if name == strategy]
     by_rank = run_processes(dims.world_size, _all_cases, strategy, dims, keys, timeout_s=900.0)
     return {key: [rank[number] for rank in by_rank] for number, key in enumerate(keys)}
 
@@ -120,34 +133,18 @@ def bf16_error(result: list[Outcome], expected: dict[str, Any]) -> dict[str, flo
     }
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tp"])
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("model", FAMILIES)
-def test_the_strategy_is_one_process(strategy: str, model: str, feature: str) -> None:
-    compared(strategy, model, feature, "causal")
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    ("model", "feature", "group"),
-    [
-        *((*key, "others") for key in SAMPLE),
-        *(pytest.param(*key, "all others", marks=pytest.mark.exhaustive) for key in REST),
-    ],
+    ("strategy", "model", "feature"),
+    [pytest.param(*cell, marks=[] if is_sampled(*cell) else pytest.mark.exhaustive) for cell in CELLS_TRIED],
 )
-def test_other_objectives_are_one_process(strategy: str, model: str, feature: str, group: str) -> None:
-    compared(strategy, model, feature, group)
-
-
-def compared(strategy: str, model: str, feature: str, group: str) -> None:
-    """Note the cell's worst error, and fail where it is beyond its bound."""
-    result = results(strategy, group)[model, feature]
+def test_the_strategy_is_one_process(strategy: str, model: str, feature: str) -> None:
+    result = results(strategy, is_sampled(strategy, model, feature))[model, feature]
     key = (strategy, model, feature)
     CELLS[key] = "FAILED"
     assert not any(isinstance(outcome, str) for outcome in result), result
     expected = oracle(model, feature, strategy in TOGETHER and feature == "an unused branch")
     if feature == "bf16":
-        alone = bf16_error(results("single", group)[model, feature], expected)
+        alone = bf16_error(results("single", True)[model, feature], expected)
         found = bf16_error(result, expected)
         worst, where = max((found[name] / (BF16_FACTOR * alone[name] + 1e-5), name) for name in found)
         assert alone["loss"] > 1e-6, "bf16 is not at work"
