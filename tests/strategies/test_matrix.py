@@ -71,6 +71,10 @@ samples there, the other one by none."""
 
 def case_of(model: str, feature: str) -> Case:
     case = Case(model=model, **FEATURES[feature])
+    if (model, feature) == ("pairs", "bf16"):
+        # Over few steps the gradient norm's rounding is a matter of luck: of eight seeds, one process itself had errors
+        # between 0.0018 and 0.0035, and ZeRO had the same mean.
+        return replace(case, steps=20)
     if feature == "frozen parameters":
         return replace(
             case, freeze=(EMBEDDINGS.get(model, "model.embed_tokens.weight"), BLOCKS.get(model, "*.0.mlp.*"))
