@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mgpu_pipe.data.text.labelled import RowEncoder
 from mgpu_pipe.data.text.labelled_row import Row
+from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.data.text.tokenizer_folder import special_tokens
 

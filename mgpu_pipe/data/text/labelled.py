@@ -26,10 +26,11 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, r
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
 from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.encode import EncodedBatch, library_threads, token_dtype
+from mgpu_pipe.data.text.encode import EncodedBatch
 from mgpu_pipe.data.text.labelled_row import Row, row_of
+from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.sources import validation_source_config
-from mgpu_pipe.data.text.split import document_hash, held_out
+from mgpu_pipe.data.text.split import held_out
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
@@ -300,57 +301,3 @@ class _LabelledFiles:
 
         build_once(folder, build)
         return folder
-
-
-class RowEncoder:
-    """A tokenizer that turns texts and pairs into rows of at most ``seq_len`` tokens, each with its end.
-
-    Where the tokenizer sets the texts of a pair apart by itself ([CLS] a [SEP] b [SEP]), it does; else the
-    end-of-sequence token stands between them.
-
-    Raises:
-        ConfigError: ``seq_len`` holds no token of a text.
-    """
-
-    def __init__(self, tokenizer: TokenizerInfo, seq_len: int) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._eos, self._dtype, self._seq_len = tokenizer.eos_token_id, token_dtype(tokenizer.vocab_size), seq_len
-        self._ends = 0 if self._tokenizer.encode("a").ids[-1:] == [self._eos] else 1
-        self._pairs = self._tokenizer.num_special_tokens_to_add(True) > self._tokenizer.num_special_tokens_to_add(False)
-        least = self._tokenizer.num_special_tokens_to_add(True) + 2 * self._ends + 2
-        if seq_len < least:
-            raise ConfigError("data.seq_len", seq_len, f"use at least {least}", "a row holds its texts and their ends")
-
-    def encode(self, rows: Sequence[Row]) -> tuple[EncodedBatch, list[int]]:
-        """The rows' tokens, and where each one's second text begins: at its end where there is none."""
-        encoded = [self._joined(row.texts) if len(row.texts) > 1 and not self._pairs else None for row in rows]
-        self._tokenizer.enable_truncation(self._seq_len - self._ends)
-        alone = (row.texts for row, own in zip(rows, encoded, strict=True) if own is None)
-        inputs = [texts if len(texts) > 1 else texts[0] for texts in alone]
-        with library_threads(True):
-            results = iter(self._tokenizer.encode_batch(inputs))
-        self._tokenizer.no_truncation()
-        found = [self._own_end(next(results)) if own is None else own for own in encoded]
-        return EncodedBatch(
-            tokens=np.array([token for ids, _ in found for token in ids], self._dtype),
-            lengths=np.array([len(ids) for ids, _ in found], np.int64),
-            hashes=np.array([document_hash(row.joined) for row in rows], np.uint64),
-            loss_mask=None,
-            size=sum(row.size for row in rows),
-        ), [second for _, second in found]
-
-    def _own_end(self, encoding: Any) -> tuple[list[int], int]:
-        ids = [*encoding.ids, self._eos][: len(encoding.ids) + self._ends]
-        kinds = encoding.type_ids
-        return ids, kinds.index(1) if 1 in kinds else len(ids)
-
-    def _joined(self, texts: tuple[str, ...]) -> tuple[list[int], int]:
-        first, second = (self._tokenizer.encode(text).ids for text in texts)
-        room = self._seq_len - 2
-        kept = first[: max(room - len(second), room - room // 2)]
-        ids = [*kept, self._eos, *second[: room - len(kept)], self._eos]
-        return ids, len(kept) + 1
