@@ -1,6 +1,7 @@
 # make train   installs into .venv and trains the quickstart model
 # make test    lint, types, import order and the tests
 # make test-all   the same with the tests that try every case where make test tries some
+# make demos   every shipped experiment whole, some minutes each; the results are in benchmarks/results
 # make test-fast  the tests without those that take long
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ JOBS ?= 2
 
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: train test test-all test-fast lint bench clean
+.PHONY: train test test-all test-fast lint bench demos clean
 
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
@@ -35,6 +36,9 @@ lint: $(DEVELOPMENT)
 
 bench: $(BENCHMARKS)
 	$(BIN)/python -m benchmarks
+
+demos: $(DEVELOPMENT)
+	$(BIN)/python -m benchmarks.demos
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
