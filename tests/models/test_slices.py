@@ -19,11 +19,11 @@ from mgpu_pipe.parallel.fsdp import apply_fully_shard
 from mgpu_pipe.topology import ParallelDims
 from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
-from tests.support.tiny import MODELS
+from tests.support.tiny import MODELS, model_class
 
 
 def folder_of(name: str, root: Path) -> Path:
-    model = materialise(build_meta(MODELS[name]), 3, "cpu")
+    model = materialise(build_meta(MODELS[name], model_class(MODELS[name])), 3, "cpu")
     return write_folder(model, root / name)
 
 

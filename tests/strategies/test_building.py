@@ -25,6 +25,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS as TINY
+from tests.support.tiny import model_class
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +137,7 @@ def test_zero_three_reads_a_folder_part_by_part(tmp_path: Path) -> None:
 def test_zero_three_reads_the_weights_of_a_folder(tmp_path: Path, precision: str) -> None:
     """Oracle: transformers' own ``from_pretrained``. Three ranks: few parameters divide."""
     for name, source in TINY.items():
-        write_folder(materialise(build_meta(source), 3, "cpu"), tmp_path / name)
+        write_folder(materialise(build_meta(source, model_class(source)), 3, "cpu"), tmp_path / name)
     by_rank = run_processes(3, read_parts, [str(tmp_path / name) for name in TINY], precision)
     for number, name in enumerate(TINY):
         whole = dict(load_pretrained(ModelConfig(path=str(tmp_path / name)), "cpu").named_parameters())

@@ -66,6 +66,11 @@ MODELS = {
 }
 
 
+def model_class(source: ModelConfig) -> str | None:
+    """transformers' class for a type that has no causal language model."""
+    return "AutoModelForSeq2SeqLM" if source.type == "t5" else None
+
+
 def global_batch(step: int, samples: int = 8) -> dict[str, torch.Tensor]:
     """Packed rows of uneven documents, some labels masked, and one row that is mostly padding."""
     generator = torch.Generator().manual_seed(1000 + step)

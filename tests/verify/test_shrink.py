@@ -19,6 +19,7 @@ from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.verify.shrink import Shrunk, shrink
 from mgpu_pipe.verify.shrink_model import shrink_model
+from tests.support.tiny import model_class
 from tests.verify.support import composed
 
 SHIPPED = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem != "hf")
@@ -38,12 +39,13 @@ def layout(model: torch.nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_model_becomes_small_and_keeps_its_architecture(name: str) -> None:
     config = composed(f"model={name}", "strategy=ddp")
-    model = build_meta(small(config, dp_replicate=4).config.model)
+    kind = model_class(config.model)
+    model = build_meta(small(config, dp_replicate=4).config.model, kind)
     assert sum(p.numel() for p in model.parameters()) < 200_000
     fields = config.model.config
-    layers = "n_layer" if "n_layer" in fields else "num_hidden_layers"
+    layers = [key for key in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if key in fields]
     experts = {key: 4 for key in ("num_experts", "num_local_experts") if key in fields}
-    large = build_meta(replace(config.model, config={**fields, layers: 2, **experts}))
+    large = build_meta(replace(config.model, config={**fields, **dict.fromkeys(layers, 2), **experts}), kind)
     assert layout(model) == layout(large)
     assert type(model) is type(large)
     heads, small_heads = (m.config.num_attention_heads for m in (large, model))
@@ -56,7 +58,7 @@ def test_the_small_model_divides_as_the_large_one(name: str) -> None:
     config = composed(f"model={name}", "strategy=ddp")
     tp = 2 if name.startswith("gpt2") else 4
     found = small(config, tp=tp, pp=3, cp=2, dp_shard=2, ep=2 * tp)
-    model = build_meta(found.config.model).config
+    model = build_meta(found.config.model, model_class(found.config.model)).config
     for size in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "n_inner"):
         if getattr(model, size, None) is not None:
             assert getattr(model, size) % tp == 0, size
