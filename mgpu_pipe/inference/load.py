@@ -87,6 +87,7 @@ def load_run(path: Path | str, device: torch.device | str = "cpu", frozen: Path 
     """
     folder = existing_folder(path)
     if (folder / "config.json").is_file():
+        _refuse_frozen(frozen, folder)
         return _load_model_folder(folder, device)
     return _load_checkpoint(folder, device, frozen)
 
@@ -137,6 +138,7 @@ def open_model(path: Path | str, frozen: Path | None = None) -> StoredModel:
     folder = existing_folder(path)
     if not (folder / "config.json").is_file():
         return _open_checkpoint(folder, frozen)[0]
+    _refuse_frozen(frozen, folder)
     from mgpu_pipe.models.build import build_meta
 
     loaded = _load_model_folder(folder, "cpu")
@@ -210,6 +212,7 @@ def _frozen_weights(
 
     left_out = reader.left_out
     if left_out is None:
+        _refuse_frozen(folder, reader.folder)
         return {}
     if folder is None and not own:
         raise BadInputError(
@@ -226,6 +229,11 @@ def _frozen_weights(
     model = load_pretrained(source, "cpu", config.model, description(config.objective.name).model_class, config.seed)
     state = model.state_dict()
     return {name: state[name] for name in left_out.names}
+
+
+def _refuse_frozen(given: Path | None, source: Path) -> None:
+    if given is not None:
+        raise BadInputError(f"--frozen-weights={given}: {source} leaves no weights out; leave the option out")
 
 
 def _whole(name: str, tensor: torch.Tensor) -> LocalShard:

@@ -89,6 +89,15 @@ def test_frozen_weights_that_are_left_out(cache: Path, corpus: Path, base: Path,
     assert CheckpointReader(list_steps(later / "checkpoints")[0].path).left_out is None
 
 
+@pytest.mark.parametrize("verb", [("eval",), ("export", "--out", "out")])
+def test_a_folder_that_nothing_needs_is_refused(
+    verb: tuple[str, ...], cache: Path, alone: Path, base: Path, tmp_path: Path
+) -> None:
+    for source in (alone, base):
+        told = mgpu(cache, tmp_path, verb[0], str(source), *verb[1:], "--frozen-weights", str(base), code=2)
+        assert "leaves no weights out; leave the option out" in told
+
+
 def test_somebody_elses_run_names_no_folder(
     cache: Path, corpus: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
