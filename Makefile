@@ -12,7 +12,7 @@ BENCHMARKS := $(VENV)/.benchmarks
 # Processes that share the tests; each of them starts worlds of up to 16 more, so more than the cores is no gain.
 JOBS ?= 2
 
-PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: train test test-all test-fast lint bench demos clean
 

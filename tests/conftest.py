@@ -22,12 +22,6 @@ limit_threads(os.environ)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which the programs that tests start would inherit
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: at the end no process is left alone with a long one."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
-
-
 @pytest.fixture(autouse=True)
 def nothing_concealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test's environment conceals is not concealed in the next one's messages: a program begins with none."""
