@@ -15,8 +15,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import digest_of
@@ -72,6 +70,8 @@ def plug_in_source(config: RunConfig, load: Load) -> Source:
 
 def _kind(given: object) -> str:
     """What a document is, for people."""
+    import numpy as np
+
     if isinstance(given, tuple):
         return "token ids with a loss mask"
     return "token ids" if isinstance(given, np.ndarray) else type(given).__name__
@@ -81,6 +81,8 @@ def _document(given: Any, origin: str) -> Document:
     if isinstance(given, str):
         files.check_unicode(given, origin)
         return Document(given, origin, 1)
+    import numpy as np
+
     tokens, mask = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         what = f"{type(given).__name__}, not str, nor a NumPy array of token ids in one dimension"
