@@ -61,7 +61,7 @@ class LeftOut:
         """Refuse another ``folder`` than the one whose weights the ``step`` leaves out.
 
         Raises:
-            CheckpointError: its weights are others, or there is none.
+            CheckpointError: the folder has other weights, or no folder is given.
             ModelFolderError: it is no whole model folder.
         """
         if folder is None:

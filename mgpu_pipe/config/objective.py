@@ -66,7 +66,7 @@ class Description:
             loss denominator) to the metrics by key.
         counts: what the loss denominator counts.
         model_class: transformers' class that builds its models.
-        samples: the kind of data that it trains on, where it is none of a package's own.
+        samples: the kind of data that it trains on; a package may bring its own kind instead.
         families: those whose models it trains; empty for all that the other checks let pass.
         attention: how tokens see one another: causal, in both directions, an encoder's and a decoder's, or as the
             model's own code has it.

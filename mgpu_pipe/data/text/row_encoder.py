@@ -38,7 +38,7 @@ class RowEncoder:
             raise ConfigError("data.seq_len", seq_len, f"use at least {least}", "a row holds its texts and their ends")
 
     def encode(self, rows: Sequence[Row]) -> tuple[EncodedBatch, list[int]]:
-        """The rows' tokens, and where each one's second text begins: at its end where there is none."""
+        """The rows' tokens, and where each one's second text begins: at the row's end if it has one text."""
         encoded = [self._joined(row.texts) if len(row.texts) > 1 and not self._pairs else None for row in rows]
         self._tokenizer.enable_truncation(self._seq_len - self._ends)
         alone = (row.texts for row, own in zip(rows, encoded, strict=True) if own is None)
