@@ -487,6 +487,8 @@ def test_the_wheel_carries_the_conf_tree_and_the_licence_and_runs_from_any_folde
     text = (metadata.parent / "licenses" / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
     assert shipped == {f"mgpu_pipe/conf/{file.relative_to(ROOT / 'conf')}" for file in (ROOT / "conf").rglob("*.yaml")}
+    page = {file.name for file in (ROOT / "mgpu_pipe/report/static").iterdir()}
+    assert {file.name for file in (tmp_path / "installed/mgpu_pipe/report/static").iterdir()} == page
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     done = mgpu_pipe("check", "experiment=quickstart", folder=elsewhere, path=tmp_path / "installed")

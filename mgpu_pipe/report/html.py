@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
-from mgpu_pipe.report import page
 from mgpu_pipe.report.charts import charts
 from mgpu_pipe.report.run_view import RunView, load_run
 from mgpu_pipe.report.sections import blocks, comparison, figures, samples, subtitle
+
+STATIC = files("mgpu_pipe.report").joinpath("static")
+"""The page's template, style and script; all are put into the one file that a report is."""
 
 
 def write_report(runs: list[RunPaths], out: Path) -> Path:
@@ -41,10 +44,11 @@ def render(views: list[RunView]) -> str:
     """The page of these runs."""
     single = views[0] if len(views) == 1 else None
     heading = single.name if single else f"Comparison of {len(views)} runs"
-    digest = base64.b64encode(hashlib.sha256(page.SCRIPT.encode()).digest()).decode()
+    style, script = (STATIC.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "charts.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = Environment(
-        loader=DictLoader({"report": page.TEMPLATE}), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    ).get_template("report")
+        loader=PackageLoader("mgpu_pipe.report", "static"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).get_template("page.html")
     return template.render(
         title=f"{heading} · {single.folder_name}" if single else heading,
         heading=heading,
@@ -65,8 +69,8 @@ def render(views: list[RunView]) -> str:
             if view.config_text
         ],
         # nothing of a run is ever marked as safe: only this package's own style and script
-        style=Markup(page.STYLE),
-        script=Markup(page.SCRIPT),
+        style=Markup(style),
+        script=Markup(script),
         script_hash=Markup(f"sha256-{digest}"),
         footer=f"Written by mgpu_pipe {__version__} from {', '.join(str(view.paths.root) for view in views)}",
     )
