@@ -21,7 +21,7 @@ def check(words: list[str]) -> int:
         from mgpu_pipe.report.overview import overview
         from mgpu_pipe.report.tables import print_rows
 
-        print_rows(overview(config))
+        print_rows(overview(config, composition.own))
         return EXIT_OK
 
     return composed("check", DESCRIPTION, words, job)

@@ -34,7 +34,7 @@ def train(words: list[str]) -> int:
         from mgpu_pipe.runs.continue_line import Asked
 
         alone = [*composition.flags, *composition.overrides]
-        result = launch(config, Asked(composition.overrides, command, alone, composition.swept))
+        result = launch(config, Asked(composition.overrides, command, alone, composition.swept, composition.own))
         run_ended(asked_to_stop=result.asked_to_stop)
         runs.append(RunPaths(result.folder))
         return result.exit_code

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.compat.hydra_private import caching_repository, new_hydra, new_search_path
 from mgpu_pipe.config import hydra_guard, hydra_node, resolvers
+from mgpu_pipe.config.conf_folders import CONFIG_NAME, conf_dir, own_conf_plugin, own_options
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import plain_values
 from mgpu_pipe.config.plugins import installed_modules_alone
@@ -20,7 +21,6 @@ from mgpu_pipe.errors import BadInputError, ConfigErrors
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CONFIG_NAME = "config"
 SCHEMA_NODE = "mgpu_schema"
 HYDRA_VERSION = "1.3"
 JOB_NAME = "mgpu_pipe"
@@ -47,15 +47,8 @@ class Composition:
     """Points of the sweep, where its sweeper tells."""
     sweep_folder: Path | None = None
     """Where a sweep keeps what is of all its runs; None outside of one."""
-
-
-def conf_dir() -> Path:
-    """The shipped Hydra tree: ``mgpu_pipe/conf`` in an installed wheel, ``conf`` in a source tree."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / f"{CONFIG_NAME}.yaml").is_file():
-            return folder
-    raise BadInputError(f"no conf/{CONFIG_NAME}.yaml beside {package}: install mgpu_pipe again")
+    own: list[str] = field(default_factory=list)
+    """The options that ``./conf`` of the working folder brought (:mod:`.conf_folders`), e.g. ``experiment=mine``."""
 
 
 def compose(overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
@@ -94,19 +87,21 @@ def compose_checked(
                 with_log_configuration=False,
             )
         mode = composed.hydra.mode
-        made = from_composed(composed, [item for item in good if not item.lstrip("+~").startswith("hydra")])
+        typed = [item for item in good if not item.lstrip("+~").startswith("hydra")]
+        made = from_composed(composed, typed, composed.hydra.runtime)
         made.errors[:0] = errors
         made.multirun = mode is not None and mode.name == "MULTIRUN"
         return made
 
 
-def from_composed(composed: DictConfig, overrides: list[str]) -> Composition:
-    """Resolve and type a configuration that Hydra composed."""
+def from_composed(composed: DictConfig, overrides: list[str], runtime: Any) -> Composition:
+    """Resolve and type a configuration that Hydra composed; ``runtime`` is its node ``hydra.runtime``."""
     values, unresolved = plain_values(composed)
     named = {error.key for error in unresolved}
     config, errors = convert(RunConfig, values)
     shown = [override.removeprefix("++") for override in overrides]  # put there by check_overrides, as it would again
-    return Composition(config, shown, [*unresolved, *(error for error in errors if _key(error) not in named)])
+    told = [*unresolved, *(error for error in errors if _key(error) not in named)]
+    return Composition(config, shown, told, own=own_options(runtime))
 
 
 def _key(error: BadInputError) -> str:
@@ -137,14 +132,15 @@ def preprocess(
 
 @contextmanager
 def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> Iterator[Any]:
-    """Hydra, set up with the shipped tree, the schema's defaults and the project's resolvers.
+    """Hydra, set up with the shipped tree, the working folder's own, the schema's defaults and the resolvers.
 
     Args:
         config_dir: a further folder, searched after the shipped tree.
         conf: takes the place of the shipped tree.
 
     Raises:
-        BadInputError: a folder that does not exist, or a search-path plug-in's complaint.
+        BadInputError: a folder that does not exist, a search-path plug-in's complaint, or an own option that has the
+            name of a shipped one.
     """
     from hydra import version
     from hydra.core.config_search_path import SearchPathQuery
@@ -177,7 +173,7 @@ def register() -> None:
     from hydra.core.plugins import Plugins
 
     with installed_modules_alone():
-        Plugins.instance()
+        Plugins.instance().register(own_conf_plugin())
     hydra_guard.install_guard()
     resolvers.register()
     # An objective's own keys are not another's, so they are no defaults; overrides bring them with ++.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mgpu_pipe.compat.hydra_private import arguments_parser, run_hydra
 from mgpu_pipe.config import compose, hydra_node
 from mgpu_pipe.config.compose import Composition
+from mgpu_pipe.config.conf_folders import CONFIG_NAME, conf_dir
 from mgpu_pipe.config.convert import all_keys, unknown_key
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
@@ -70,8 +71,8 @@ def answer(parsed: argparse.Namespace) -> None:
             args=parsed,
             args_parser=arguments_parser(),
             task_function=_no_job,
-            config_path=str(_conf(parsed) or compose.conf_dir()),
-            config_name=compose.CONFIG_NAME,
+            config_path=str(_conf(parsed) or conf_dir()),
+            config_name=CONFIG_NAME,
         )
 
 
@@ -129,7 +130,7 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
             settings = HydraConfig.get()
             if values is None:
                 values = _swept(good, settings.sweeper, hydra.config_loader)
-            made = compose.from_composed(config, list(settings.overrides.task))
+            made = compose.from_composed(config, list(settings.overrides.task), settings.runtime)
             made.flags = _flags(parsed)
             made.swept = [item for item in made.overrides if item.partition("=")[0].lstrip("+") in values]
             made.points = math.prod(values.values()) if 0 not in values.values() else None
@@ -173,7 +174,7 @@ def _no_job(config: DictConfig) -> None:
 
 
 def _name(parsed: argparse.Namespace) -> str:
-    return parsed.config_name or compose.CONFIG_NAME
+    return parsed.config_name or CONFIG_NAME
 
 
 def _conf(parsed: argparse.Namespace) -> Path | None:

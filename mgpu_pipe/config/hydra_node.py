@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mgpu_pipe.config import source_class
 from mgpu_pipe.config.build import TARGET, check_class
+from mgpu_pipe.config.conf_folders import PROVIDER
 from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -241,7 +242,8 @@ class _Provided:
         self.interpolations: set[str] = set()
         self.logging: dict[str, list[dict[str, Any]]] = {name: [] for name in LOGGING}
         for source in loader.repository.get_sources():
-            if source.provider not in ("main", "command-line") and not source.provider.startswith("hydra.searchpath"):
+            own = ("main", "command-line", PROVIDER)
+            if source.provider not in own and not source.provider.startswith("hydra.searchpath"):
                 self._read(source, "hydra")
 
     def _read(self, source: Any, group: str) -> None:

@@ -1,4 +1,4 @@
-"""The groups of the Hydra tree and their options, each with the first comment line of its file."""
+"""The groups and their options, the working folder's own too, each with the first comment line of its file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from mgpu_pipe.config import plugins
-from mgpu_pipe.config.compose import CONFIG_NAME, conf_dir
+from mgpu_pipe.config.conf_folders import CONFIG_NAME, OWN, conf_dir, own_conf
+from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, read_bytes
 from mgpu_pipe.config.sections import SECTIONS
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError
@@ -28,13 +29,14 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
     """Groups in the order of the primary configuration's defaults, or the one asked for, with their options.
 
     Raises:
-        BadInputError: there is no such group.
+        BadInputError: there is no such group, or an own option has the name of a shipped one.
     """
-    root = conf_dir()
-    defaults = _defaults(root)
+    shipped, own = conf_dir(), own_conf()
+    defaults = _defaults(shipped)
     order = list(defaults)
+    roots = [shipped] if own is None else [shipped, own]
     names = sorted(
-        (folder.name for folder in root.iterdir() if any(folder.glob("*.yaml"))),
+        {folder.name for root in roots for folder in root.iterdir() if any(folder.glob("*.yaml"))},
         key=lambda name: (order.index(name) if name in order else len(order), name),
     )
     if group is not None and group not in names:
@@ -42,7 +44,8 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
     return {
         name: [
             *(
-                Option(file.stem, _description(file), defaults.get(name) == file.stem)
+                Option(file.stem, _description(file, root == own), defaults.get(name) == file.stem)
+                for root in roots
                 for file in sorted((root / name).glob("*.yaml"))
             ),
             *_registered(name),
@@ -65,9 +68,12 @@ def _defaults(root: Path) -> dict[str, str | None]:
     return {group: option for entry in entries for group, option in entry.items() if " " not in group}
 
 
-def _description(file: Path) -> str:
+def _description(file: Path, own: bool) -> str:
     """The first comment line that is not a package directive."""
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#") and not line.startswith("# @package"):
-            return line.lstrip("# ").rstrip()
-    return ""
+    try:
+        lines = read_bytes(file, MAX_CONFIG_BYTES, file.parents[1]).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{file}: cannot be read ({error})") from error
+    said = (line for line in lines if line.startswith("#") and not line.startswith("# @package"))
+    text = next(said, "").lstrip("# ").rstrip()
+    return f"{text} (./{OWN})".lstrip() if own else text

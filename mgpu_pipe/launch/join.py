@@ -145,7 +145,8 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     try:
         step = resume_step(config, paths)
         threads = choose_threads(config, world.local_world_size)
-        environment = {**describe_environment(asked.command, threads, world.world_size), "launch": launch}
+        environment = describe_environment(asked.command, threads, world.world_size, asked.own)
+        environment["launch"] = launch
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
     except BadInputError:

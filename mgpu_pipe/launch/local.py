@@ -102,7 +102,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
     with run_folder.writing_to(paths.root):
         group = WorkerGroup(plan.with_environment(resume_environment(step)), first)
     try:
-        environment = describe_environment(asked.command, threads, world)
+        environment = describe_environment(asked.command, threads, world, asked.own)
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
         with run_folder.writing_to(paths.root):

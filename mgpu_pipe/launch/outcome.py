@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint.select import newest_valid
 from mgpu_pipe.config.hardware import cpu_cores
@@ -47,7 +47,8 @@ def print_before(
     from mgpu_pipe.report.overview import summary
     from mgpu_pipe.report.tables import print_rows
 
-    print_rows(summary(config, world, prepared, _device(config, environment)), config.run.name)
+    own: Any = environment["own_conf"]
+    print_rows(summary(config, world, prepared, _device(config, environment), own), config.run.name)
     sys.stdout.flush()
 
 

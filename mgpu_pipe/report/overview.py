@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.config.conf_folders import OWN
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
@@ -22,21 +24,29 @@ NAMES_WIDTH = len("checkpoint") + 2
 """Columns that the rows' names take."""
 
 
-def overview(config: RunConfig) -> list[tuple[str, str]]:
-    """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors."""
+def overview(config: RunConfig, own: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors.
+
+    Args:
+        own: the options that ``./conf`` of the working folder brought.
+    """
     dims, plan = _sizes(config, None)
     details = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
     if config.strategy.engine == "mesh" and dims.pp > 1:
         room = shutil.get_terminal_size().columns - NAMES_WIDTH
         details += [("pipeline", line) for line in _pipeline(config, dims, plan, max(40, room))]
-    rows = summary(config)
+    rows = summary(config, own=own)
     after = 1 + [name for name, _ in rows].index("strategy")
     run = config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"
     return [*rows[:after], *details, *rows[after:], ("run", run)]
 
 
 def summary(
-    config: RunConfig, world: int | None = None, prepared: Prepared | None = None, hardware: str = ""
+    config: RunConfig,
+    world: int | None = None,
+    prepared: Prepared | None = None,
+    hardware: str = "",
+    own: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
     """Rows that say what a run will be.
 
@@ -44,6 +54,7 @@ def summary(
         world: processes of the run; None takes the configured number.
         prepared: its data; None where none was prepared (``check``).
         hardware: in words, e.g. ``2 CPU cores, 1 thread each`` or ``8 x NVIDIA H200``.
+        own: the options that ``./conf`` of the working folder brought.
     """
     dims, plan = _sizes(config, world)
     return [
@@ -55,6 +66,7 @@ def summary(
         ("optimizer", _optimizer(config)),
         ("precision", _precision(config)),
         ("checkpoint", _checkpoint(config)),
+        *([("own conf", f"{' '.join(own)} (./{OWN})")] if own else []),
     ]
 
 

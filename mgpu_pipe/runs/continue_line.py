@@ -25,12 +25,14 @@ class Asked:
         command: the whole command line, for the record.
         alone: flags and overrides that start this very run, for a point of a sweep without the sweep.
         swept: the overrides by which a point of a sweep differs from the others; none where there is no sweep.
+        own: the options that ``./conf`` of the working folder brought.
     """
 
     overrides: Sequence[str]
     command: Sequence[str]
     alone: Sequence[str] = ()
     swept: Sequence[str] = ()
+    own: Sequence[str] = ()
 
 
 def line_for(alone: Sequence[str], folder: Path, start: Sequence[str] = ()) -> str:

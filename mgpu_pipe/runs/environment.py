@@ -37,13 +37,20 @@ COMMAND_TIMEOUT_S = 10.0
 GIB = 2**30
 
 
-def describe_environment(command: Sequence[str], threads: Threads, world_size: int) -> dict[str, object]:
-    """Everything but secrets: of the environment's variables, only those that say how threads wait."""
+def describe_environment(
+    command: Sequence[str], threads: Threads, world_size: int, own: Sequence[str] = ()
+) -> dict[str, object]:
+    """Everything but secrets: of the environment's variables, only those that say how threads wait.
+
+    Args:
+        own: the options that ``./conf`` of the working folder brought.
+    """
     return {
         "started": time.time(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": list(command),
         "folder": os.getcwd(),
+        "own_conf": list(own),
         "mgpu_pipe": mgpu_pipe.__version__,
         "python": platform.python_version(),
         "executable": sys.executable,

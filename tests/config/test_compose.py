@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compose import compose, conf_dir, hydra_session, preprocess
+from mgpu_pipe.config.compose import compose, hydra_session, preprocess
+from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 

@@ -10,7 +10,8 @@ import yaml
 
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose, conf_dir
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.listing import list_groups
 from mgpu_pipe.planner.parameters import count_parameters
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.config.compose import compose, conf_dir
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.data.prepare import prepare

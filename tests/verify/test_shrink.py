@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_pipe.config.compose import conf_dir
+from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta

@@ -1,0 +1,131 @@
+"""``./conf`` of the working folder. Oracle: the files that are written here, and the shipped tree."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mgpu_pipe import cli
+from mgpu_pipe.config.compose import compose_checked
+from mgpu_pipe.config.conf_folders import conf_dir
+from mgpu_pipe.errors import ConfigErrors
+from tests.support.command import column, mgpu, run_folder
+
+MINE = """\
+# @package _global_
+# mgpu-pipe experiment=mine
+#
+# Eight steps of my own.
+defaults:
+  - override /model: llama_tiny
+  - override /data: short
+trainer: {max_steps: 8}
+"""
+SHORT = "# Short samples of random documents.\ndefaults: [synthetic]\nseq_len: 16\nglobal_batch_size: 4\n"
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with an experiment and a data option of its own."""
+    for name, text in (("experiment/mine", MINE), ("data/short", SHORT)):
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_own_options_compose_after_the_shipped_ones_and_are_told(work: Path) -> None:
+    made = compose_checked(["experiment=mine"])
+    assert made.errors == [] and made.own == ["data=short", "experiment=mine"]
+    data = made.config.data
+    assert (data.source, data.seq_len, made.config.trainer.max_steps) == ("synthetic", 16, 8)
+    assert compose_checked(["model=llama_tiny"]).own == []
+
+
+@pytest.mark.parametrize("name", ["config", "model/llama_tiny"])
+def test_a_shipped_name_is_refused_with_both_files(name: str, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = work / "conf" / f"{name}.yaml"
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("{}\n")
+    for words in (["check", "experiment=mine"], ["ls"], ["--cfg", "job"], ["--info", "searchpath"], ["-m", "seed=1"]):
+        assert cli.main(words) == 2
+        said = capsys.readouterr().err
+        assert str(own) in said and str(conf_dir() / f"{name}.yaml") in said and said.count("\n") == 1
+
+
+def test_another_tree_is_not_followed_by_it(work: Path) -> None:
+    (work / "conf" / "config.yaml").write_text("defaults: [mgpu_schema, _self_]\nseed: 7\n")
+    for folder in ("conf", "other"):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, "config.yaml").write_text("defaults: [mgpu_schema, _self_]\nseed: 7\n")
+        made = compose_checked([], conf=Path(folder).absolute())
+        assert made.config.seed == 7 and made.own == []
+
+
+def test_in_the_shipped_trees_own_folder_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(conf_dir().parent)
+    assert compose_checked(["experiment=quickstart"]).own == []
+
+
+def test_ls_check_and_completion_show_them(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (work / "conf" / "experiment" / "plain.yaml").write_text("# @package _global_\nseed: 3\n")
+    assert cli.main(["ls", "experiment"]) == 0
+    listed = capsys.readouterr().out
+    assert (
+        "mine               mgpu-pipe experiment=mine (./conf)" in listed
+        and "    plain              (./conf)" in listed
+    )
+    assert "quickstart         mgpu-pipe experiment=quickstart\n" in listed
+    assert cli.main(["check", "experiment=mine"]) == 0
+    assert "own conf    data=short experiment=mine (./conf)" in capsys.readouterr().out
+    assert cli.main(["check"]) == 0
+    assert "own conf" not in capsys.readouterr().out
+    assert cli.main(["check", "experiment=mina"]) == 2
+    assert "did you mean mine?" in capsys.readouterr().err
+
+
+def test_a_pipe_among_them_is_not_waited_for(work: Path) -> None:
+    os.mkfifo(work / "conf" / "data" / "pipe.yaml")
+    assert cli.main(["ls", "data"]) == 2
+
+
+def test_a_sweep_knows_its_points_options(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "-m", "experiment=mine,quickstart"]) == 0
+    assert capsys.readouterr().out.count("own conf ") == 1
+
+
+def test_a_run_outlives_the_folder(work: Path, cache: Path) -> None:
+    """The folder is gone, and the run can be evaluated and continued from what was frozen."""
+    out = mgpu(cache, work, "experiment=mine", "run.dir=run", "checkpoint.every_n_steps=4", "trainer.max_steps=4")
+    assert "own conf" in out and "data=short experiment=mine (./conf)" in out
+    whole = run_folder(mgpu(cache, work, "experiment=mine", "run.dir=whole", "scheduler.total_steps=4"))
+    for file in sorted((work / "conf").rglob("*.yaml")):
+        file.unlink()
+    mgpu(cache, work, "eval", "run")
+    mgpu(cache, work, "--config-path", "run", "run.dir=run", "checkpoint.resume=auto", "trainer.max_steps=8")
+    assert column(work / "run", "train/loss") == column(whole, "train/loss")
+    frozen = yaml.safe_load((work / "run" / "config.yaml").read_text())
+    assert frozen["data"]["seq_len"] == 16 and frozen["trainer"]["max_steps"] == 8
+
+
+def test_an_own_file_cannot_bring_code(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = "from hydra.experimental.callback import Callback\n\n\nclass Mine(Callback):\n    pass\n"
+    (work / "own_code.py").write_text(f"open('EXECUTED', 'w')\n{callback}")
+    file = work / "conf" / "hydra" / "callbacks" / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("x: {_target_: own_code.Mine}\n")
+    assert cli.main(["check", "-m", "hydra/callbacks=mine", "seed=1"]) == 2
+    assert "type hydra.callbacks.x._target_=own_code.Mine on the command line" in capsys.readouterr().err
+    assert not (work / "EXECUTED").exists()
+
+
+def test_every_taken_name_is_told_at_once(work: Path) -> None:
+    for name in ("config", "data/jsonl"):
+        (work / "conf" / f"{name}.yaml").write_text("{}\n")
+    with pytest.raises(ConfigErrors) as caught:
+        compose_checked([])
+    assert len(caught.value.errors) == 2
