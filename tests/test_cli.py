@@ -483,7 +483,7 @@ def test_the_wheel_carries_the_conf_tree_and_the_licence_and_runs_from_any_folde
         shipped = {name for name in archive.namelist() if name.startswith("mgpu_pipe/conf/")}
         archive.extractall(tmp_path / "installed")
     (metadata,) = (tmp_path / "installed").glob("mgpu_pipe-*.dist-info/METADATA")
-    assert {"License-Expression: Apache-2.0", "License-File: LICENSE"} <= set(metadata.read_text().splitlines())
+    assert {"License-Expression: Apache-2.0 AND MIT", "License-File: LICENSE"} <= set(metadata.read_text().splitlines())
     text = (metadata.parent / "licenses" / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
     assert shipped == {f"mgpu_pipe/conf/{file.relative_to(ROOT / 'conf')}" for file in (ROOT / "conf").rglob("*.yaml")}

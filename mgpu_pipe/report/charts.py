@@ -1,41 +1,63 @@
-"""Which charts a report has, from the columns that its runs measured."""
+"""Which charts a report has, from the columns that its runs measured, and what their x axis can be."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
-from markupsafe import Markup
-
-from mgpu_pipe.report.plots import Curve, chart
+from mgpu_pipe.report.plots import ALL_POINTS, Curve, Style, chart, rounded
 from mgpu_pipe.report.run_view import RunView, differing
-from mgpu_pipe.report.series import Points, points, smoothed
+from mgpu_pipe.report.series import MOST_POINTS, Points, points, smoothed
 from mgpu_pipe.runs.metrics_file import METRIC_COLUMNS
 
-HELD_OUT_COLOR = 1
+HELD_OUT = 1
+"""The held-out curve's number beside the training loss, which is 0."""
+RAW = "raw"
+"""The legend's key of what was measured at each step, under the smoothed curves."""
 LONGEST_LABEL = 48
 """Characters of what differs that a legend has room for."""
+CLOCK_POINTS = 400
+"""Between them, tokens and time follow a straight line."""
+TIME_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))
 
 
-def charts(views: list[RunView]) -> list[Markup]:
+def charts(views: list[RunView]) -> list[dict[str, Any]]:
     """Loss over the whole width, then the others two by two; a column that no run has gets no chart."""
-    drawn = [
-        _loss(views),
-        chart("Learning rate", _curves(views, "lr"), from_zero=True),
-        chart("Gradient norm", _curves(views, "train/grad_norm", smooth=True), unit="before clipping", log=True),
-        chart("Throughput", _curves(views, "throughput/tokens_per_s", smooth=True), unit="tokens/s", from_zero=True),
-        chart("Memory", _curves(views, "memory/peak_gib"), unit="peak of a process, GiB", from_zero=True),
-    ]
-    if any(_measured(view, "throughput/mfu") for view in views):
-        share = _curves(views, "throughput/mfu", smooth=True)
-        drawn.append(chart("Model FLOPs utilisation", share, unit="share of the peak", from_zero=True))
+    most = max(200, min(MOST_POINTS, ALL_POINTS // (8 * len(views))))
+    drawn = [_loss(views, most)]
+    for title, column, options in (
+        ("Learning rate", "lr", {"up": "learning rate", "from_zero": True}),
+        ("Gradient norm", "train/grad_norm", {"up": "norm", "note": "before clipping", "log": True}),
+        ("Throughput", "throughput/tokens_per_s", {"up": "tokens/s", "from_zero": True}),
+        ("Step time", "throughput/step_s", {"up": "s", "note": "evaluation and saving left out", "from_zero": True}),
+        ("Memory", "memory/peak_gib", {"up": "GiB", "note": "peak of a process", "from_zero": True}),
+        ("Model FLOPs utilisation", "throughput/mfu", {"up": "share of the peak", "from_zero": True}),
+    ):
+        if column != "throughput/mfu" or any(_measured(view, column) for view in views):
+            smooth = column not in ("lr", "memory/peak_gib")
+            drawn.append(chart(title, _curves(views, column, smooth), most=most, **options))  # type: ignore[arg-type]
     extra = [name for view in views for name in view.metrics if name not in METRIC_COLUMNS]
     drawn += [
-        chart(name, _curves(views, name, smooth=True))
+        chart(name, _curves(views, name, smooth=True), up=name, most=most)
         for name in dict.fromkeys(extra)
         if any(_measured(view, name) for view in views)
     ]
     return drawn
+
+
+def x_axes(views: list[RunView]) -> dict[str, Any]:
+    """What the x axis can be, and, for each run, steps with what each axis shows at them."""
+    clocks = [_clock(view) for view in views]
+    longest = max((clock[2][-1] for clock in clocks if len(clock) == 3), default=0.0)
+    size, unit = next((size, unit) for least, size, unit in TIME_UNITS if longest >= least)
+    names = ["step", "tokens", f"training time, {unit}"]
+    if not all(len(clock) == 3 for clock in clocks):
+        return {"axes": names[:1], "clocks": [clock[:1] for clock in clocks]}
+    return {
+        "axes": names,
+        "clocks": [[steps, tokens, [rounded(second / size) for second in time]] for steps, tokens, time in clocks],
+    }
 
 
 def run_labels(views: list[RunView]) -> list[str]:
@@ -54,44 +76,90 @@ def run_names(views: list[RunView]) -> list[str]:
     return [view.name if alone else view.folder_name for view in views]
 
 
-def _loss(views: list[RunView]) -> Markup:
+def _loss(views: list[RunView], most: int) -> dict[str, Any]:
+    up = f"loss, {views[0].objective.metrics[0].unit}"
     if len(views) > 1:
-        train = _curves(views, "train/loss", smooth=True)
-        named = [replace(curve, legend=label) for curve, label in zip(train, run_labels(views), strict=True)]
-        held_out = [
-            replace(curve, label=f"{curve.label}, held out", style="dots", legend="")
-            for curve in _curves(views, "val/loss")
-        ]
-        return chart("Loss", [*named, *held_out], unit="train, smoothed; dots: held out", wide=True)
+        train = _compared(views, "train/loss", run_labels(views), smooth=True)
+        held_out = _compared(views, "val/loss", [], style="dots")
+        return chart("Loss", [*train, *held_out], up=up, note="smoothed; dots: held out", wide=True, most=most)
     view = views[0]
-    unigram = view.baseline
-    reference = ("unigram baseline", math.log(unigram)) if unigram > 0 and math.isfinite(unigram) else None
-    train = [
-        replace(curve, label=f"train, {curve.label}", legend="" if curve.style == "raw" else "train")
-        for curve in _one(view, "train/loss", smooth=True)
-    ]
-    held_out = [Curve("held out", _measured(view, "val/loss"), HELD_OUT_COLOR, "dots", legend="held out")]
-    return chart("Loss", [*train, *held_out], unit=view.objective.metrics[0].unit, reference=reference, wide=True)
+    train = _one(view, "train/loss", smooth=True, name="train")
+    held_out = [Curve("held out", _measured(view, "val/loss"), HELD_OUT, "dots", ("held_out",), legend="held out")]
+    seen = [value for curve in (*train, *held_out) for _, value in curve.points]
+    level = math.log(view.baseline) if 0 < view.baseline < math.inf else math.nan
+    if seen and min(seen) < level < max(seen):
+        steps = view.metrics["step"]
+        across = [(min(steps), level), (max(steps), level)]
+        held_out.append(Curve("unigram baseline", across, 7, "level", ("baseline",), legend="unigram baseline"))
+    return chart("Loss", [*train, *held_out], up=up, wide=True, most=most)
 
 
-def _curves(views: list[RunView], column: str, smooth: bool = False) -> list[Curve]:
+def _curves(views: list[RunView], column: str, smooth: bool) -> list[Curve]:
     """One curve a run; a run alone shows its smoothed curve over the raw one."""
     if len(views) == 1:
         return _one(views[0], column, smooth)
-    curves = []
-    for color, view in enumerate(views):
-        measured, label = _measured(view, column), str(color + 1)
-        curves.append(Curve(label, smoothed(measured) if smooth else measured, color, legend=label))
-    return curves
+    return _compared(views, column, [str(number) for number in range(1, len(views) + 1)], smooth)
 
 
-def _one(view: RunView, column: str, smooth: bool) -> list[Curve]:
+def _one(view: RunView, column: str, smooth: bool, name: str = "") -> list[Curve]:
     measured = _measured(view, column)
     even = smoothed(measured) if smooth else measured
     if even == measured:
-        return [Curve("value", measured, 0)]
-    return [Curve("each step", measured, 0, "raw"), Curve("smoothed", even, 0)]
+        return [Curve(name or "value", measured, 0, keys=(name,), legend=name)]
+    raw = f"{name}, each step" if name else "each step"
+    return [
+        Curve(raw, measured, 0, "raw", (RAW,), legend="each step" if name else ""),
+        Curve(f"{name}, smoothed" if name else "smoothed", even, 0, keys=(name,), legend=name),
+    ]
+
+
+def _compared(
+    views: list[RunView], column: str, labels: list[str], smooth: bool = False, style: Style = "line"
+) -> list[Curve]:
+    """One curve a run; runs that measured exactly the same share one, whose label says so."""
+    same: dict[tuple[tuple[float, float], ...], list[int]] = {}
+    for at, view in enumerate(views):
+        same.setdefault(tuple(_measured(view, column)), []).append(at)
+    curves = []
+    for measured, runs in same.items():
+        first = runs[0]
+        equal = " = ".join(str(at + 1) for at in runs)
+        shown = f"{equal} · {labels[first].partition(' · ')[2]}".removesuffix(" · ") if labels else equal
+        series = smoothed(list(measured)) if smooth else list(measured)
+        label = f"{equal}, held out" if style == "dots" else equal
+        legend = f"{shown}{', identical' if len(runs) > 1 else ''}" if labels else ""
+        curves.append(Curve(label, series, first, style, tuple(f"run{at}" for at in runs), first, legend))
+    return curves
+
+
+def identical(views: list[RunView]) -> list[str]:
+    """Which runs have the same training loss at every step, bit for bit; a sentence each."""
+    curves = _compared(views, "train/loss", [])
+    return [
+        f"Runs {curve.label}: the training loss is identical at every logged step."
+        for curve in curves
+        if len(curve.keys) > 1 and curve.points
+    ]
 
 
 def _measured(view: RunView, column: str) -> Points:
     return points(view.metrics.get("step", []), view.metrics.get(column, []))
+
+
+def _clock(view: RunView) -> list[list[float]]:
+    """Steps, tokens that the model computed until then, and seconds of training; evaluation and saving left out.
+
+    Rows that were not logged are taken to be like the one after them. Steps alone where no time was measured.
+    """
+    rates = dict(_measured(view, "throughput/tokens_per_s"))
+    rows = [(step, seconds) for step, seconds in _measured(view, "throughput/step_s") if step in rates]
+    if not rows:
+        return [[step for step, _ in _measured(view, "train/loss")]]
+    steps, tokens, time = [0.0], [0.0], [0.0]
+    for (before, _), (step, seconds) in pairwise([(0, 0.0), *rows]):
+        steps.append(step)
+        tokens.append(tokens[-1] + rates[step] * seconds * (step - before))
+        time.append(time[-1] + seconds * (step - before))
+    every = max(1, len(steps) // CLOCK_POINTS)
+    kept = sorted({*range(0, len(steps), every), len(steps) - 1})
+    return [[steps[at] for at in kept], [round(tokens[at]) for at in kept], [time[at] for at in kept]]

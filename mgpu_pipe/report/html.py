@@ -18,7 +18,7 @@ from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
-from mgpu_pipe.report.charts import charts
+from mgpu_pipe.report.charts import charts, x_axes
 from mgpu_pipe.report.run_view import RunView, load_run
 from mgpu_pipe.report.sections import blocks, comparison, figures, samples, subtitle
 
@@ -44,7 +44,10 @@ def render(views: list[RunView]) -> str:
     """The page of these runs."""
     single = views[0] if len(views) == 1 else None
     heading = single.name if single else f"Comparison of {len(views)} runs"
-    style, script = (STATIC.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "charts.js"))
+    drawn = charts(views)
+    style, script = _read("uPlot.min.css", "style.css"), _read("uPlot.iife.min.js", "charts.js")
+    # the library's licence asks to be part of every copy
+    script = f"/*! uPlot\n{_read('uPlot-LICENSE.txt')}*/\n{script}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = Environment(
         loader=PackageLoader("mgpu_pipe.report", "static"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -60,7 +63,8 @@ def render(views: list[RunView]) -> str:
         ],
         figures=figures(single) if single else [],
         comparison=None if single else comparison(views),
-        charts=charts(views),
+        charts=drawn,
+        data={**x_axes(views), "charts": [chart["drawn"] for chart in drawn]},
         samples=samples(views),
         blocks=blocks(single) if single else [],
         configs=[
@@ -74,3 +78,7 @@ def render(views: list[RunView]) -> str:
         script_hash=Markup(f"sha256-{digest}"),
         footer=f"Written by mgpu_pipe {__version__} from {', '.join(str(view.paths.root) for view in views)}",
     )
+
+
+def _read(*names: str) -> str:
+    return "".join(STATIC.joinpath(name).read_text(encoding="utf-8").rstrip("\n") + "\n" for name in names)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-MOST_POINTS = 1500
+MOST_POINTS = 2000
 FEWEST_SMOOTHED = 30
 """Shorter series are drawn as they are."""
 

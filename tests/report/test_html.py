@@ -34,6 +34,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
         self.scripts: list[str] = []
+        self.data = ""
         self.feed(text)
         self.close()
         assert self.open == [], f"never closed: {self.open}"
@@ -51,7 +52,13 @@ class Page(HTMLParser):
         self.open.pop()
 
     def handle_data(self, data: str) -> None:
-        (self.scripts if self.open and self.open[-1] == "script" else self.text).append(data)
+        if self.open[-1:] == ["script"]:
+            if self.elements[-1][1].get("type") == "application/json":
+                self.data += data
+            else:
+                self.scripts.append(data)
+        else:
+            self.text.append(data)
 
     @property
     def words(self) -> str:
@@ -86,8 +93,8 @@ def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) ->
 @pytest.mark.parametrize("count", [1, 2])
 def test_nothing_outside_the_file_is_referred_to(make_run: MakeRun, count: int) -> None:
     page = page_of(*(make_run(steps=60, folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", seed=at) for at in range(count)))
-    text = (page_text := "".join(page.text)) + "".join(page.scripts)
-    assert "://" not in text
+    text = (page_text := "".join(page.text)) + page.data + "".join(page.scripts)
+    assert re.findall(r"\w*://[^ )]*", text) == ["https://github.com/leeoniya/uPlot"], "the library's name for itself"
     assert "@import" not in page_text
     assert "url(" not in page_text
     assert not any(LOADING & set(attributes) for _, attributes in page.elements)
@@ -124,7 +131,7 @@ def test_text_of_the_run_is_shown_and_never_markup(make_run: MakeRun) -> None:
     for runs in ([run], [run, make_run(steps=60)]):
         page = page_of(*runs)
         tags = [tag for tag, _ in page.elements]
-        assert tags.count("script") == 1
+        assert tags.count("script") == 2, "the data, which is no script, and the one script"
         assert "img" not in tags
         assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
         assert HOSTILE in page.words
@@ -235,12 +242,27 @@ def test_a_comparison_shows_what_differs_and_marks_the_best(make_run: MakeRun) -
 
 def test_many_runs_and_long_runs_stay_small(make_run: MakeRun) -> None:
     runs = [make_run(folder=f"2026-01-01_00-00-{at:02d}-aaaaaaaa", steps=60, seed=at) for at in range(20)]
-    page = page_of(*runs)
-    lines = [attributes["class"] or "" for tag, attributes in page.elements if tag == "polyline"]
-    assert len(set(lines)) > 8, "more runs than colours are told apart by dashes"
+    assert len(json.loads(page_of(*runs).data)["charts"][0]["curves"]) == 40
     long = make_run(steps=10_000, name="long")
     assert page_of(long)
     assert long.report.stat().st_size < 400_000
+
+
+def test_runs_that_measured_the_same_share_a_curve_that_says_so(make_run: MakeRun) -> None:
+    folders = [f"2026-01-01_00-00-0{at}-aaaaaaaa" for at in range(3)]
+    page = page_of(*(make_run(folder=name, steps=60, seed=seed) for name, seed in zip(folders, (0, 1, 0), strict=True)))
+    labels = [curve["label"] for curve in json.loads(page.data)["charts"][0]["curves"]]
+    assert labels == ["1 = 3", "2", "1 = 3, held out", "2, held out"]
+    assert "1 = 3, identical" in page.words
+
+
+def test_the_data_cannot_end_its_element(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    first, *rows = run.metrics.read_text().splitlines()
+    run.metrics.write_text("\n".join([f"{first},</script><u>", *(f"{row},1.5" for row in rows)]) + "\n")
+    page = page_of(run)
+    assert "</script><u>" in [chart["up"] for chart in json.loads(page.data)["charts"]]
+    assert "u" not in {tag for tag, _ in page.elements}
 
 
 def test_what_is_no_run_is_refused_and_writes_nothing(tmp_path: Path) -> None:

@@ -1,75 +1,58 @@
-"""Charts place values where they belong. Oracles: the straight line between two corners, rounding by hand."""
+"""What the charts are given. Oracles: the numbers put in, sums by hand."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from mgpu_pipe.report.plots import Axis, Curve, chart
+from mgpu_pipe.report.charts import x_axes
+from mgpu_pipe.report.plots import Curve, chart
+from mgpu_pipe.report.run_view import load_run
+from mgpu_pipe.runs.metrics_file import MetricsWriter
+from tests.report.fake_runs import MakeRun
 
 
-def drawn(markup: str) -> list[tuple[int, int]]:
-    return [
-        (int(pair.split(",")[0]), int(pair.split(",")[1]))
-        for pair in re.search(r'points="([^"]+)"', markup)[1].split()  # type: ignore[index]
+def test_a_chart_holds_steps_and_values_as_they_were_measured() -> None:
+    drawn = chart("t", [Curve("a", [(1, 0.5), (50, 1 / 3)], 2, keys=("k",), run=1)], up="nats")["drawn"]
+    assert drawn["up"] == "nats"
+    assert drawn["curves"] == [
+        {"label": "a", "number": 2, "style": "line", "keys": ("k",), "run": 1, "x": [1, 50], "y": [0.5, 0.333333]}
     ]
 
 
-def test_points_lie_at_their_share_of_the_axes() -> None:
-    markup = chart("t", [Curve("a", [(0, 0.0), (50, 5.0), (100, 10.0)], 0)], from_zero=True)
-    (left, bottom), (middle_x, middle_y), (right, top) = drawn(markup)
-    assert (left, middle_x, right) == (0, 5000, 10_000)
-    assert bottom == 10_000
-    assert top == pytest.approx(10_000 * 0.08 / 1.08, abs=1)
-    assert middle_y == pytest.approx((bottom + top) / 2, abs=1)
+@pytest.mark.parametrize(("values", "log"), [([0.01, 2.0], True), ([1.0, 2.0], False), ([-1.0, 100.0], False)])
+def test_a_logarithmic_axis_is_for_positive_values_far_apart(values: list[float], log: bool) -> None:
+    assert chart("t", [Curve("a", list(enumerate(values)), 0)], log=True)["drawn"]["log"] is log
 
 
-def test_a_logarithmic_axis_places_factors_equally_far_apart() -> None:
-    markup = chart("t", [Curve("a", [(0, 0.01), (1, 1.0), (2, 100.0)], 0)], log=True)
-    heights = [y for _, y in drawn(markup)]
-    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=1)
-    assert 'data-log="1"' in markup
-    assert 'data-log="0"' in chart("t", [Curve("a", [(0, -1.0), (1, 1.0)], 0)], log=True)
+def test_what_was_not_measured_is_not_drawn() -> None:
+    assert chart("t", [Curve("a", [], 0, legend="a"), Curve("b", [], 0, legend="b")])["drawn"]["curves"] == []
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 600, [0, 200, 400, 600]),
-        (3.1, 8.6, [4, 6, 8]),
-        (0, 0.003, [0, 0.001, 0.002, 0.003]),
-        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
-    ],
-)
-def test_ticks_are_round_numbers_within_the_axis(low: float, high: float, expected: list[float]) -> None:
-    assert Axis(low, high).ticks(5) == pytest.approx(expected)
+def test_a_legend_is_there_where_there_is_something_to_tell_apart() -> None:
+    line = [(1, 1.0)]
+    one, two = Curve("a", line, 0, keys=("a",), legend="a"), Curve("b", line, 1, "dots", ("b", "c"), legend="b = c")
+    assert chart("t", [one])["legend"] == []
+    assert [key["text"] for key in chart("t", [two])["legend"]] == ["b = c"]
+    assert [key["switches"] for key in chart("t", [one, two])["legend"]] == ["a", "b c"]
 
 
-def test_a_single_measurement_is_a_visible_mark() -> None:
-    markup = chart("t", [Curve("a", [(7, 2.0)], 0)])
-    assert re.search(r'class="k0 mark" d="M\d+ \d+h0"', markup)
+def test_a_chart_is_told_in_words() -> None:
+    curves = [Curve("train", [(1, 8.0), (1000, 4.25)], 0), Curve("each step", [(1, 1.0)], 0, "raw")]
+    assert chart("Loss", curves)["spoken"] == "Loss. train: 8 at step 1, 4.25 at step 1,000"
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [5.0, 5.0], [-3.0, -3.0], [1e-300, 1e-300], [1e30, 1e30], [1e6, 2e9]])
-def test_level_and_extreme_series_have_an_axis(values: list[float]) -> None:
-    for options in ({}, {"from_zero": True}, {"log": True}):
-        markup = chart("t", [Curve("a", list(enumerate(values)), 0)], **options)  # type: ignore[arg-type]
-        assert all(0 <= x <= 10_000 and 0 <= y <= 10_000 for x, y in drawn(markup))
-
-
-def test_no_measurement_says_so() -> None:
-    assert "nothing measured yet" in chart("Loss", [Curve("a", [], 0)])
-
-
-def test_labels_are_escaped() -> None:
-    markup = chart("<b>", [Curve('"><script>', [(1, 1.0)], 0, legend="<i>")], unit="<u>", reference=("<s>", 1.0))
-    assert not re.search(r"<(b|script|u|s)>", markup)
-    assert "&lt;s&gt;" in markup
-    assert "<i>" not in markup
-
-
-def test_the_reference_line_is_drawn_only_where_it_is_in_range() -> None:
-    curve = Curve("a", [(1, 8.0), (2, 4.0)], 0)
-    assert "baseline" in chart("t", [curve], reference=("baseline", 6.0))
-    assert "baseline" not in chart("t", [curve], reference=("baseline", 60.0))
+def test_tokens_and_time_add_up_also_over_steps_that_were_not_logged(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    run.metrics.unlink()
+    writer = MetricsWriter(run.metrics)
+    for step in (1, 10, 20):
+        row = {"step": step, "train/loss": 1.0, "throughput/tokens_per_s": 100.0, "throughput/step_s": float(step)}
+        writer.append(row)
+    writer.close()
+    view = load_run(run)
+    assert x_axes([view]) == {
+        "axes": ["step", "tokens", "training time, s"],
+        "clocks": [[[0, 1, 10, 20], [0, 100, 9100, 29_100], [0, 1, 91, 291]]],
+    }
+    view.metrics.pop("throughput/step_s")
+    assert x_axes([view]) == {"axes": ["step"], "clocks": [[[1, 10, 20]]]}

@@ -1,0 +1,125 @@
+"""The page in a browser: zoom, legend, axes, keys, refresh. Oracle: the figures of the run's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.report.html import write_report
+from tests.report.browser import Browser, program
+from tests.report.fake_runs import MakeRun
+
+pytestmark = pytest.mark.skipif(
+    program() is None, reason="no browser drives the report here; install one (apt-get install chromium)"
+)
+AXES = "plots.map(plot => [plot.u.scales.x.min, plot.u.scales.x.max])"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("browser"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def opened(browser: Browser, make_run: MakeRun) -> Browser:
+    show(browser, make_run(steps=60))
+    return browser
+
+
+def show(browser: Browser, *runs: RunPaths, width: int = 1400, dark: bool = False) -> None:
+    browser.open(write_report(list(runs), runs[0].report).as_uri(), width, dark=dark)
+
+
+def compared(make_run: MakeRun) -> list[RunPaths]:
+    return [
+        make_run(folder=f"2026-01-01_00-00-0{at}-aaaaaaaa", steps=60, lr=lr, seed=at)
+        for at, lr in enumerate([1e-3, 4e-3, 2e-3])
+    ]
+
+
+def place(browser: Browser, chart: int = 0) -> dict[str, float]:
+    """Where a chart's area lies in the window."""
+    return browser.run(
+        f"(e => {{ e.scrollIntoView({{block: 'center'}}); const {{x, y, width, height}} = e.getBoundingClientRect();"
+        f" return {{x, y, width, height}}; }})(document.querySelectorAll('.u-over')[{chart}])"
+    )
+
+
+def drag(browser: Browser, start: float, end: float) -> None:
+    box = place(browser)
+    at, y = (lambda share: box["x"] + share * box["width"]), box["y"] + box["height"] / 2
+    browser.mouse("mouseMoved", at(start), y)
+    browser.mouse("mousePressed", at(start), y, clickCount=1)
+    browser.mouse("mouseMoved", at((start + end) / 2), y, buttons=1)
+    browser.mouse("mouseMoved", at(end), y, buttons=1)
+    browser.mouse("mouseReleased", at(end), y, clickCount=1)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_it_fits_its_window_and_nothing_is_refused(browser: Browser, make_run: MakeRun, width: int, dark: bool) -> None:
+    for runs in ([make_run(steps=60)], compared(make_run)):
+        show(browser, *runs, width=width, dark=dark)
+        assert browser.run("document.documentElement.scrollWidth") == width
+        assert browser.run("plots.length") == 6
+        assert browser.refused == [], "neither a script's error nor anything that the policy blocks"
+
+
+def test_dragging_zooms_every_chart_and_a_double_click_shows_all(opened: Browser) -> None:
+    assert opened.run(AXES) == [[0, 60]] * 6
+    drag(opened, 0.25, 0.5)
+    for low, high in opened.run(AXES):
+        assert (low, high) == (pytest.approx(15, abs=0.5), pytest.approx(30, abs=0.5))
+    assert opened.run("document.querySelector('.reset').hidden") is False
+    opened.click(".u-over", count=2)
+    assert opened.run(AXES) == [[0, 60]] * 6
+    drag(opened, 0.25, 0.5)
+    opened.click(".reset")
+    assert opened.run(AXES) == [[0, 60]] * 6
+
+
+def test_the_legend_switches_a_curve_and_the_axis_follows(browser: Browser, make_run: MakeRun) -> None:
+    show(browser, *compared(make_run))
+    shown = "plots.map(({u}) => u.series.slice(1).map(one => one.show))"
+    assert browser.run(shown)[0] == [True] * 6
+    browser.click("button.key")
+    assert browser.run(shown)[0] == [False, True, True] * 2
+    assert browser.run(shown)[1] == [False, True, True], "a run is switched in every chart"
+    assert browser.run("document.querySelector('button.key').ariaPressed") == "false"
+    browser.click("button.key")
+    assert browser.run(shown)[0] == [True] * 6
+
+
+def test_the_pointer_tells_the_values_of_every_curve(opened: Browser, make_run: MakeRun) -> None:
+    box = place(opened)
+    opened.mouse("mouseMoved", box["x"] + box["width"] * 43 / 60, box["y"] + 50)
+    told = opened.run("document.querySelector('.tip').innerText").split("\n")
+    drawn = opened.run("page.charts[0].curves.map(({label, x, y}) => [label, x, y])")
+    values = {label: dict(zip(x, y, strict=True)) for label, x, y in drawn}
+    assert told[told.index("step") + 1] == "43"
+    assert float(told[told.index("train, each step") + 1]) == pytest.approx(values["train, each step"][43], rel=1e-3)
+    assert float(told[told.index("held out (step 40)") + 1]) == pytest.approx(values["held out"][40], rel=1e-3)
+
+
+def test_tokens_and_time_are_axes_too_and_the_scale_can_be_logarithmic(opened: Browser) -> None:
+    opened.run("(e => { e.value = 1; e.dispatchEvent(new Event('change', {bubbles: true})); })(axis)")
+    (low, high), *_ = opened.run(AXES)
+    assert (low, high) == (0, pytest.approx(60 * 8192))
+    assert opened.run("plots[0].u.axes[0].label") == "tokens"
+    opened.click("input.log")
+    assert opened.run("plots.map(({u}) => u.scales.y.distr)") == [3, 1, 1, 1, 1, 1]
+
+
+def test_keys_zoom_and_move(opened: Browser) -> None:
+    opened.run("document.querySelector('.plot').focus()")
+    opened.press("ArrowRight")
+    assert opened.run("getComputedStyle(document.querySelector('.tip')).display") == "block"
+    opened.press("+")
+    low, high = opened.run(AXES)[3]
+    assert high - low == pytest.approx(30)
+    opened.press("0")
+    assert opened.run(AXES)[3] == [0, 60]
