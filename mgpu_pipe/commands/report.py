@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from mgpu_pipe.commands import Verb
-from mgpu_pipe.config.arguments import VerbParser, parse
+from mgpu_pipe.config.arguments import VerbParser, count, parse
 from mgpu_pipe.config.paths import COMPARISON, RunPaths
 from mgpu_pipe.config.schema import RunOptions
-from mgpu_pipe.errors import EXIT_OK, RunFolderError
+from mgpu_pipe.errors import EXIT_OK, BadInputError, RunFolderError
 from mgpu_pipe.runs.newest import named_or_newest, split_root
+
+PORT = 8765
+"""Of ``--watch``."""
 
 
 def report(argv: list[str]) -> int:
@@ -33,6 +37,10 @@ def report(argv: list[str]) -> int:
         metavar="RUN",
         help="a run's folder; none: the newest below run.root=<folder> (outputs/)",
     )
+    parser.add_argument(
+        "--watch", action="store_true", help="serve it here, refreshed as the run goes on, until Ctrl-C"
+    )
+    parser.add_argument("--port", type=count, metavar="N", help=f"port of --watch; 0: a free one (default: {PORT})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or run.root")
     options = parse(parser, words)
     if options is None:
@@ -41,6 +49,10 @@ def report(argv: list[str]) -> int:
     if len(named) < 2:
         named = [named_or_newest(named[0] if named else None, root)]
     runs = [RunPaths(folder) for folder in named]
+    if options.watch:
+        return _watch(runs, PORT if options.port is None else options.port, options.out)
+    if options.port is not None:
+        raise BadInputError(f"--port {options.port}: is for --watch; add it, or leave the port out")
     out = options.out or (runs[0].report if len(runs) == 1 else (root or Path(RunOptions.root)) / COMPARISON)
     if options.out is None and len(runs) > 1:
         _make_folder(out.parent)
@@ -52,6 +64,21 @@ def report(argv: list[str]) -> int:
     if len(runs) > 1:
         runs_table(runs)
     print(f"report: {written}")
+    return EXIT_OK
+
+
+def _watch(runs: list[RunPaths], port: int, out: Path | None) -> int:
+    if out is not None:
+        raise BadInputError(f"--out {out}: --watch writes no file; leave out one of them")
+    from mgpu_pipe.report.run_view import load_run
+    from mgpu_pipe.report.watch import ReportServer
+
+    for run in runs:
+        load_run(run)
+    with ReportServer(runs, port) as server:
+        print(f"report: {server.address} (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
     return EXIT_OK
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -40,8 +41,13 @@ def write_report(runs: list[RunPaths], out: Path) -> Path:
     return out
 
 
-def render(views: list[RunView]) -> str:
-    """The page of these runs."""
+def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -> str:
+    """The page of these runs.
+
+    Args:
+        links: where each run's own report lies, for a comparison; empty where it has none.
+        watched: what the page compares with its server's answer, to show it anew when that changed; empty for a file.
+    """
     single = views[0] if len(views) == 1 else None
     heading = single.name if single else f"Comparison of {len(views)} runs"
     drawn = charts(views)
@@ -76,6 +82,7 @@ def render(views: list[RunView]) -> str:
         style=Markup(style),
         script=Markup(script),
         script_hash=Markup(f"sha256-{digest}"),
+        watched=watched,
         footer=f"Written by mgpu_pipe {__version__} from {', '.join(str(view.paths.root) for view in views)}",
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.report.html import write_report
+from mgpu_pipe.report.watch import ReportServer
 from tests.report.browser import Browser, program
 from tests.report.fake_runs import MakeRun
 
@@ -123,3 +125,23 @@ def test_keys_zoom_and_move(opened: Browser) -> None:
     assert high - low == pytest.approx(30)
     opened.press("0")
     assert opened.run(AXES)[3] == [0, 60]
+
+
+def test_a_served_page_shows_new_steps_and_keeps_what_the_reader_chose(browser: Browser, make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    *_, last = run.metrics.read_text().splitlines()
+    with ReportServer([run], 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        browser.open(server.address)
+        browser.click("button.key")
+        drag(browser, 0.25, 0.5)
+        zoomed = browser.run(AXES)
+        browser.run("document.querySelector('details').open = true")
+        with open(run.metrics, "a") as file:
+            file.write(last.replace("60,", "61,", 1) + "\n")
+        browser.wait("page.charts[0].curves[0].x.at(-1) === 61")
+        assert browser.run(AXES) == zoomed
+        assert browser.run("plots[0].u.series[1].show") is False
+        assert browser.run("document.querySelector('details').open") is True
+        server.shutdown()
+    browser.wait("document.querySelector('.live').textContent.startsWith('The server does not answer')")

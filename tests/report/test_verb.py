@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -114,3 +117,35 @@ def test_a_report_needs_no_torch(make_run: MakeRun) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(mgpu_pipe.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", program, str(run.root)], check=True, env=environment)
     assert run.report.exists()
+
+
+def test_watching_serves_the_report_until_it_is_interrupted(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    words = [sys.executable, "-m", "mgpu_pipe", "report", str(run.root), "--watch", "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        address = line.split()[1]
+        assert line == f"report: {address} (Ctrl-C ends it)\n"
+        with urllib.request.urlopen(address) as answer:
+            assert b"quickstart" in answer.read()
+        server.send_signal(signal.SIGINT)
+    assert server.returncode == 0
+    assert not run.report.exists()
+
+
+def test_what_watching_cannot_do_is_one_line(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words, told in (
+            (["--watch", "--port", port], f"--port {port}: cannot serve there .Address already in use.; give another"),
+            (["--watch", "--port", "70000"], "--port 70000: cannot serve there"),
+            (["--watch", "--out", "x.html"], "--out x.html: --watch writes no file"),
+            (["--port", "0"], "--port 0: is for --watch"),
+        ):
+            with pytest.raises(BadInputError, match=told) as caught:
+                report([str(run.root), *words])
+            assert "\n" not in str(caught.value)
+    with pytest.raises(BadInputError, match="no such folder"):
+        report(["nowhere", "--watch"])

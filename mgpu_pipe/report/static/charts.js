@@ -221,5 +221,35 @@ document.addEventListener('keydown', event => {
   const plot = plots.find(({place}) => place === event.target);
   if (plot) keyboard(plot, event);
 });
+
+// A page that `report --watch` serves asks for itself again; what the reader chose and opened stays.
+const LOOK_MS = 2000, FOCUSABLE = 'a, button, select, input, summary, .plot';
+let pressed = false;
+addEventListener('pointerdown', () => { pressed = true; });
+addEventListener('pointerup', () => { pressed = false; });
+async function look() {
+  const main = document.querySelector('main');
+  try {
+    const answer = await fetch(location.href, {headers: {'If-None-Match': main.dataset.watched}});
+    if (answer.status === 200 && !pressed) show(main, new DOMParser().parseFromString(await answer.text(), 'text/html'));
+    else if (!answer.ok && answer.status !== 304) throw new Error(answer.statusText);
+  } catch {
+    document.querySelector('.live').textContent = 'The server does not answer: this page is as of its last look.';
+  }
+  setTimeout(look, LOOK_MS);
+}
+function show(main, page) {
+  const open = all('details[open] > summary').map(summary => summary.textContent);
+  const focus = all(FOCUSABLE).indexOf(document.activeElement);
+  const pointed = plots.findIndex(({place}) => place.matches(':hover') || place === document.activeElement);
+  const {left, top} = plots[pointed]?.u.cursor ?? {};
+  main.replaceWith(document.adoptNode(page.querySelector('main')));
+  for (const summary of all('details > summary')) summary.parentElement.open = open.includes(summary.textContent);
+  start();
+  all(FOCUSABLE)[focus]?.focus({preventScroll: true});
+  if (left >= 0) plots[pointed]?.u.setCursor({left, top});
+}
+
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
 start();
+if (document.querySelector('main').dataset.watched) setTimeout(look, LOOK_MS);
