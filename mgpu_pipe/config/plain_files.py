@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -44,15 +44,33 @@ def read_bytes(path: Path, limit: int, inside: Path | None = None) -> bytes:
         NotPlainError: it is no plain file, leads out of ``inside``, or is larger.
         OSError: it is missing or cannot be read.
     """
-    check_plain(path, inside)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _no_plain_file(path)
-        if status.st_size > limit:
-            raise NotPlainError(f"{path}: has {status.st_size:,} bytes, more than the {limit:,} that can be right")
+    with _opened(path, inside) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise NotPlainError(f"{path}: has {size:,} bytes, more than the {limit:,} that can be right")
         return file.read(limit)
+
+
+def read_end(path: Path, most: int) -> bytes:
+    """The last whole lines of a plain file in its own folder, at most ``most`` bytes of them.
+
+    Raises:
+        NotPlainError, OSError: as of :func:`read_bytes`.
+    """
+    with _opened(path, None) as file:
+        start = max(0, os.fstat(file.fileno()).st_size - most)
+        file.seek(start)
+        content = file.read(most)
+    return content.partition(b"\n")[2] if start else content
+
+
+def _opened(path: Path, inside: Path | None) -> BinaryIO:
+    check_plain(path, inside)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise _no_plain_file(path)
+    return file
 
 
 def check_plain(path: Path, inside: Path | None = None) -> None:

@@ -48,16 +48,35 @@ def charts(views: list[RunView]) -> list[dict[str, Any]]:
 
 def x_axes(views: list[RunView]) -> dict[str, Any]:
     """What the x axis can be, and, for each run, steps with what each axis shows at them."""
-    clocks = [_clock(view) for view in views]
-    longest = max((clock[2][-1] for clock in clocks if len(clock) == 3), default=0.0)
+    clocks = [clock(view) for view in views]
+    longest = max((one[2][-1] for one in clocks if len(one) == 3), default=0.0)
     size, unit = next((size, unit) for least, size, unit in TIME_UNITS if longest >= least)
     names = ["step", "tokens", f"training time, {unit}"]
-    if not all(len(clock) == 3 for clock in clocks):
-        return {"axes": names[:1], "clocks": [clock[:1] for clock in clocks]}
+    if not all(len(one) == 3 for one in clocks):
+        return {"axes": names[:1], "clocks": [one[:1] for one in clocks]}
     return {
         "axes": names,
         "clocks": [[steps, tokens, [rounded(second / size) for second in time]] for steps, tokens, time in clocks],
     }
+
+
+def clock(view: RunView) -> list[list[float]]:
+    """Steps, tokens that the model computed until then, and seconds of training; evaluation and saving left out.
+
+    Rows that were not logged are taken to be like the one after them. Steps alone where no time was measured.
+    """
+    rates = dict(_measured(view, "throughput/tokens_per_s"))
+    rows = [(step, seconds) for step, seconds in _measured(view, "throughput/step_s") if step in rates]
+    if not rows:
+        return [[step for step, _ in _measured(view, "train/loss")]]
+    steps, tokens, time = [0.0], [0.0], [0.0]
+    for (before, _), (step, seconds) in pairwise([(0, 0.0), *rows]):
+        steps.append(step)
+        tokens.append(tokens[-1] + rates[step] * seconds * (step - before))
+        time.append(time[-1] + seconds * (step - before))
+    every = max(1, len(steps) // CLOCK_POINTS)
+    kept = sorted({*range(0, len(steps), every), len(steps) - 1})
+    return [[steps[at] for at in kept], [round(tokens[at]) for at in kept], [time[at] for at in kept]]
 
 
 def run_labels(views: list[RunView]) -> list[str]:
@@ -144,22 +163,3 @@ def identical(views: list[RunView]) -> list[str]:
 
 def _measured(view: RunView, column: str) -> Points:
     return points(view.metrics.get("step", []), view.metrics.get(column, []))
-
-
-def _clock(view: RunView) -> list[list[float]]:
-    """Steps, tokens that the model computed until then, and seconds of training; evaluation and saving left out.
-
-    Rows that were not logged are taken to be like the one after them. Steps alone where no time was measured.
-    """
-    rates = dict(_measured(view, "throughput/tokens_per_s"))
-    rows = [(step, seconds) for step, seconds in _measured(view, "throughput/step_s") if step in rates]
-    if not rows:
-        return [[step for step, _ in _measured(view, "train/loss")]]
-    steps, tokens, time = [0.0], [0.0], [0.0]
-    for (before, _), (step, seconds) in pairwise([(0, 0.0), *rows]):
-        steps.append(step)
-        tokens.append(tokens[-1] + rates[step] * seconds * (step - before))
-        time.append(time[-1] + seconds * (step - before))
-    every = max(1, len(steps) // CLOCK_POINTS)
-    kept = sorted({*range(0, len(steps), every), len(steps) - 1})
-    return [[steps[at] for at in kept], [round(tokens[at]) for at in kept], [time[at] for at in kept]]

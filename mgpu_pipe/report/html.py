@@ -19,7 +19,9 @@ from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.report.account import why
 from mgpu_pipe.report.charts import charts, x_axes
+from mgpu_pipe.report.logs import read_logs
 from mgpu_pipe.report.run_view import RunView, load_run
 from mgpu_pipe.report.sections import blocks, comparison, figures, samples, subtitle
 
@@ -51,6 +53,7 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
     single = views[0] if len(views) == 1 else None
     heading = single.name if single else f"Comparison of {len(views)} runs"
     drawn = charts(views)
+    logs = read_logs(single.paths, single.failed_rank, single.problems) if single else None
     style, script = _read("uPlot.min.css", "style.css"), _read("uPlot.iife.min.js", "charts.js")
     # the library's licence asks to be part of every copy
     script = f"/*! uPlot\n{_read('uPlot-LICENSE.txt')}*/\n{script}"
@@ -64,6 +67,8 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
         status=single.status if single else "",
         subtitle=subtitle(single) if single else [],
         error=single.error if single else "",
+        why=why(single) if single else None,
+        logs=logs,
         problems=[
             problem if single else f"{view.folder_name}: {problem}" for view in views for problem in view.problems
         ],

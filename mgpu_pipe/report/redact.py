@@ -27,5 +27,15 @@ def override(text: str) -> str:
     return f"{key}={HIDDEN}" if separator and SECRET_KEY.search(key) and _is_written_out(value) else text
 
 
+def line(text: str) -> str:
+    """A line of a log, in which a command or a configuration may be told."""
+    return re.sub(r"[^\s=:]+[=:]\s*\S+", _hidden, text)
+
+
+def _hidden(found: re.Match[str]) -> str:
+    key, separator, value = re.split(r"([=:]\s*)", found[0], maxsplit=1)
+    return f"{key}{separator}{HIDDEN}" if SECRET_KEY.search(key.strip("'\"")) and _is_written_out(value) else found[0]
+
+
 def _is_written_out(value: object) -> bool:
     return value not in (None, "", "null") and not str(value).strip("'\"").startswith("${")

@@ -30,9 +30,11 @@ from mgpu_pipe.config.plain_files import (
 )
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report import redact
+from mgpu_pipe.runs.lock import is_held
 from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.newest import find_runs, is_run_folder
 
+MOST_RANKS = 1 << 20
 WARM_UP_ROWS = 2
 """Rows left out of the median throughput: the first steps compile and fill caches."""
 
@@ -50,6 +52,9 @@ class RunView:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     checkpoints: list[Step] = field(default_factory=list)
     error: str = ""
+    failed_rank: int | None = None
+    running: bool = False
+    """A launch holds the folder."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -62,10 +67,10 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """``finished``, ``stopped``, ``failed``, or ``unfinished``: it still trains, or was killed."""
+        """``finished``, ``stopped``, ``failed``, ``running``, or ``unfinished``: it was killed."""
         if self.summary.get("status"):
             return str(self.summary["status"])
-        return "failed" if self.error else "unfinished"
+        return "running" if self.running else "failed" if self.error else "unfinished"
 
     @property
     def steps(self) -> int:
@@ -162,7 +167,10 @@ def load_run(paths: RunPaths) -> RunView:
     except OSError as error:
         view.problems.append(f"{paths.metrics.name}: {error.strerror}")
     view.checkpoints = _checkpoints(paths.checkpoints)
-    view.error = _error(view) or _first_error(paths, view.problems)
+    view.running = is_held(paths.lock)
+    view.error, view.failed_rank = _error(view)
+    if not view.error:
+        view.error, view.failed_rank = _first_error(paths, view.problems)
     _hide_secrets(view)
     return view
 
@@ -177,7 +185,14 @@ def differing(views: list[RunView]) -> list[list[str]]:
     flat = [leaves(view.config) for view in views]
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not _names_the_run(key)]
     apart = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
-    return [[f"{key}={'null' if one.get(key) is None else one[key]}" for key in apart] for one in flat]
+    return [[f"{key}={setting(one.get(key))}" for key in apart] for one in flat]
+
+
+def setting(value: object) -> str:
+    """A configured value as it is typed."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(setting, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def number(value: object) -> float:
@@ -217,17 +232,24 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _error(view: RunView) -> str:
-    """The summary's error: a text, or a mapping with its ``message``."""
+def _error(view: RunView) -> tuple[str, int | None]:
+    """The summary's error, a text or a mapping with its ``message``, and the rank that had it."""
     error = view.summary.get("error")
-    return str((error.get("message") if isinstance(error, Mapping) else error) or "")
+    if not isinstance(error, Mapping):
+        return str(error or ""), None
+    return str(error.get("message") or ""), _rank(error)
 
 
-def _first_error(paths: RunPaths, problems: list[str]) -> str:
-    """The message of the worker that failed first, and not because another one had."""
+def _rank(error: Mapping[str, Any]) -> int | None:
+    rank = error.get("rank")
+    return rank if isinstance(rank, int) and 0 <= rank < MOST_RANKS else None
+
+
+def _first_error(paths: RunPaths, problems: list[str]) -> tuple[str, int | None]:
+    """The message of the worker that failed first, and not because another one had, and its rank."""
     errors = [_json(file, problems) for file in sorted(paths.logs.glob("rank-*.error.json"))]
     errors.sort(key=lambda error: (bool(error.get("follows")), number(error.get("time"))))
-    return str(errors[0].get("message", "")) if errors else ""
+    return (str(errors[0].get("message", "")), _rank(errors[0])) if errors else ("", None)
 
 
 def _checkpoints(root: Path) -> list[Step]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from mgpu_pipe.report import numbers
+from mgpu_pipe.report.account import from_defaults, times
 from mgpu_pipe.report.charts import run_labels, run_names
 from mgpu_pipe.report.numbers import TIMES
 from mgpu_pipe.report.plots import COLORS
@@ -163,6 +164,8 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
     model = {key: value for key in MODEL_KEYS if (value := view.of_config("model", key)) not in (None, "")}
     made = [
         _block("Overrides", code=view.overrides),
+        _block("What differs from the defaults", table=from_defaults(view)),
+        _block("Where the time went", _parts(times(view))),
         _block("Topology", _parts(_topology(view))),
         _block("Batch", _parts(batch), text=batch_text(view)),
         _block("Model", _parts({**model, **_mapping(view.summary.get("model"))})),

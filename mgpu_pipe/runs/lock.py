@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from mgpu_pipe.config.plain_files import read_bytes
+from mgpu_pipe.config.plain_files import NotPlainError, check_plain, read_bytes
 from mgpu_pipe.errors import RunFolderError
 
 BEAT_S = 4.0
@@ -212,8 +212,9 @@ def is_held(path: Path) -> bool:
     A look, without waiting; :class:`RunLock` decides.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        check_plain(path)  # the folder may be somebody else's
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, NotPlainError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -39,6 +39,16 @@ def sealed(run: Path) -> None:
     (step / "manifest.json").write_bytes(replace(manifest, files=records).encode())
 
 
+def logged(trick: Trick) -> Trick:
+    """``trick``, in a run that has a folder of logs."""
+
+    def both_of(run: Path, out: Path) -> None:
+        (run / "logs").mkdir(exist_ok=True)
+        trick(run, out)
+
+    return both_of
+
+
 def configured(**changes: Any) -> Trick:
     """Values of the configuration by dotted key; OUT is the place outside."""
 
@@ -186,6 +196,10 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "no_mapping": (written("[1, 2]"), EVAL, 2),
     "config_pipe": (pipe("config.yaml"), REPORT, 2),
     "config_pipe_of_the_step": (pipe(f"{STEP}/config.yaml"), GENERATE, 2),
+    "lock_pipe_report": (pipe(".lock"), REPORT, 0),
+    "log_pipe": (logged(pipe("logs/rank-0.log")), REPORT, 0),
+    "log_link": (logged(link("logs/rank-0.log", "secret.txt")), REPORT, 0),
+    "log_large": (logged(large("logs/rank-0.log")), REPORT, 0),
     "config_link": (link("config.yaml", "secret.yaml"), REPORT, 0),
     "config_link_of_the_step": (link(f"{STEP}/config.yaml", "secret.yaml"), EVAL, 2),
     "config_large": (large("config.yaml"), REPORT, 0),

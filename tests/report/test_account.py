@@ -1,0 +1,152 @@
+"""Why a run is not finished, its warnings, its logs' ends, its times and settings. Oracles: the files put there."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.report import logs as logs_module
+from mgpu_pipe.report.account import from_defaults, times, why
+from mgpu_pipe.report.html import write_report
+from mgpu_pipe.report.logs import MOST_WARNINGS, SHOWN_LINES, Logs, read_logs
+from mgpu_pipe.report.run_view import load_run
+from tests.report.fake_runs import MakeRun
+from tests.report.test_html import page_of
+
+
+def told(run: RunPaths) -> str:
+    found = why(load_run(run))
+    return "" if found is None else f"{found['text']} {found['command']}".strip()
+
+
+def logs_of(run: RunPaths, failed_rank: int | None = None) -> Logs:
+    problems: list[str] = []
+    logs = read_logs(run, failed_rank, problems)
+    assert problems == []
+    return logs
+
+
+def test_only_a_run_that_did_not_finish_says_why(make_run: MakeRun) -> None:
+    run = make_run(steps=60, overrides=("data.paths=[a b.txt]",))
+    assert told(run) == ""
+    summary = json.loads(run.summary.read_text())
+    run.summary.write_text(json.dumps({**summary, "status": "stopped", "step": 30, "max_steps": 60}))
+    text = told(run)
+    assert text.startswith(
+        "A signal or a callback stopped it after step 30 of 60. Its newest checkpoint is of step 60;"
+    )
+    assert text.endswith(f"'data.paths=[a b.txt]' run.dir={run.root} checkpoint.resume=auto")
+    run.summary.write_text(json.dumps({**summary, "status": "failed"}))
+    assert told(run).startswith("It failed after step 60 of 60.")
+    run.summary.unlink()
+    assert "left no word why: it was killed, or its machine went down. Its newest checkpoint" in told(run)
+    for manifest in run.checkpoints.glob("*/manifest.json"):
+        manifest.unlink()
+    assert told(run).endswith("No checkpoint was saved.")
+    run.metrics.unlink()
+    assert "It ended after no logged step" in told(run)
+
+
+def test_a_folder_that_a_launch_holds_is_of_a_running_run(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    run.summary.unlink()
+    with open(run.lock, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert load_run(run).status == "running"
+        assert told(run).startswith("A launch holds this run's folder; the last logged is step 60 of 60, written 20")
+    assert load_run(run).status == "unfinished"
+    run.lock.unlink()
+    os.mkfifo(run.lock)
+    assert load_run(run).status == "unfinished", "a pipe is not waited for"
+
+
+def test_warnings_are_told_once_with_the_ranks_that_gave_them(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    for rank in range(2):
+        lines = ["a.py:3: UserWarning: slow", "  warn()", "step 1/60 no warning", "a.py:3: UserWarning: slow"]
+        run.rank_log(rank).write_text("\n".join([*lines, *(["WARNING: only here"] if rank else [])]) + "\n")
+    assert logs_of(run).warnings == [
+        ("a.py:3: UserWarning: slow", "2 ranks, 4 times"),
+        ("WARNING: only here", "rank 1"),
+    ]
+    run.rank_log(0).write_text("".join(f"warning {number}\n" for number in range(100)))
+    assert len(logs_of(run).warnings) == MOST_WARNINGS
+
+
+def test_the_ends_are_those_of_rank_0_and_of_the_rank_that_failed(make_run: MakeRun) -> None:
+    run = make_run(steps=60, summary={"status": "failed", "error": {"rank": 2, "message": "out of luck"}})
+    for rank in range(3):
+        run.rank_log(rank).write_text("".join(f"rank {rank} line {number}\n" for number in range(1000)))
+    assert load_run(run).failed_rank == 2
+    ends = dict(logs_of(run, 2).ends)
+    assert list(ends) == ["rank-0.log", "rank-2.log"]
+    assert ends["rank-2.log"].splitlines() == [f"rank 2 line {number}" for number in range(1000 - SHOWN_LINES, 1000)]
+    words = page_of(run).words
+    assert "End of rank-2.log" in words and "rank 2 line 999" in words and "rank 1 line 999" not in words
+
+
+def test_of_a_long_log_the_last_whole_lines_are_read(make_run: MakeRun, monkeypatch) -> None:
+    monkeypatch.setattr(logs_module, "READ_BYTES", 25)
+    run = make_run(steps=60)
+    run.rank_log(0).write_text("warning a\nwarning b\nwarning c\nend\n")
+    assert logs_of(run).ends == [("rank-0.log", "warning b\nwarning c\nend")]
+
+
+def test_a_log_steers_nothing_and_tells_no_secret(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    text = (
+        "\x1b[31mred\x1b[0m \x1b]0;title\x07\x08 logger.wandb.api_key=s3cr3t 'hf_token': s3cr3t kept=yes\n 10%\r 99%\n"
+    )
+    run.rank_log(0).write_text(text)
+    ((_, end),) = logs_of(run).ends
+    assert "s3cr3t" not in end and end.count("(hidden)") == 2 and "kept=yes" in end
+    assert "red \ufffd" in end and end.splitlines()[-1] == " 99%"
+
+
+def test_a_log_that_is_no_file_is_a_problem_and_not_read(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(steps=60)
+    secret = tmp_path / "secret.txt"
+    secret.write_text("s3cr3t")
+    os.mkfifo(run.rank_log(0))
+    run.rank_log(1).symlink_to(secret)
+    words = page_of(run).words
+    assert "rank-0.log" in words and "rank-1.log" in words and "s3cr3t" not in words
+
+
+def test_the_settings_are_those_that_the_schema_has_otherwise(make_run: MakeRun) -> None:
+    run = make_run(steps=60, overrides=("model.config.hidden_size=256",), config={"data": {"seq_len": 256}})
+    table = from_defaults(load_run(run))
+    assert table is not None
+    rows = {key: (value, default) for key, value, default in table["rows"]}
+    assert rows["optimizer.lr"] == ("0.003", "0.0003")
+    assert rows["model.config.hidden_size"] == ("256", "\u2013"), "an open section's, since it was typed"
+    assert not {"data.seq_len", "model.config.vocab_size", "run.name"} & set(rows)
+
+
+def test_the_steps_times_and_the_rest_add_up_to_the_wall_time(make_run: MakeRun) -> None:
+    run = make_run(steps=60, summary={"wall_s": 100.0})
+    rows = run.metrics.read_text().splitlines()
+    at = rows[0].split(",").index("throughput/step_s")
+    changed = [rows[0]]
+    for number, row in enumerate(rows[1:], 1):
+        cells = row.split(",")
+        cells[at] = "10.0" if number == 3 else "0.5"
+        changed.append(",".join(cells))
+    run.metrics.write_text("\n".join(changed) + "\n")
+    assert times(load_run(run)) == {
+        "a step, median": "0.5 s",
+        "slowest twentieth, from": "0.5 s",
+        "slowest": "10 s, step 3",
+        "all steps": "40 s",
+        "start, evaluation, saving": "1 min 0 s, 60% of all",
+    }
+
+
+def test_a_comparison_leaves_out_what_is_of_one_run(make_run: MakeRun) -> None:
+    runs = [make_run(steps=60, name=name) for name in ("a", "b")]
+    runs[0].rank_log(0).write_text("warning\n")
+    write_report(runs, runs[0].report)
+    assert "Where the time went" not in runs[0].report.read_text()
