@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -21,9 +23,10 @@ from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.account import why
 from mgpu_pipe.report.charts import charts, x_axes
+from mgpu_pipe.report.comparison import comparison, samples
 from mgpu_pipe.report.logs import read_logs
 from mgpu_pipe.report.run_view import RunView, load_run
-from mgpu_pipe.report.sections import blocks, comparison, figures, samples, subtitle
+from mgpu_pipe.report.sections import blocks, figures, subtitle
 
 STATIC = files("mgpu_pipe.report").joinpath("static")
 """The page's template, style and script; all are put into the one file that a report is."""
@@ -35,7 +38,7 @@ def write_report(runs: list[RunPaths], out: Path) -> Path:
     Raises:
         RunFolderError: a folder is not a run's, or ``out`` cannot be written.
     """
-    text = render([load_run(run) for run in runs])
+    text = render([load_run(run) for run in runs], [_link(run.report, out) for run in runs])
     try:
         replace_file(out, text)
     except OSError as error:
@@ -73,7 +76,7 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
             problem if single else f"{view.folder_name}: {problem}" for view in views for problem in view.problems
         ],
         figures=figures(single) if single else [],
-        comparison=None if single else comparison(views),
+        comparison=None if single else comparison(views, links or [""] * len(views)),
         charts=drawn,
         data={**x_axes(views), "charts": [chart["drawn"] for chart in drawn]},
         samples=samples(views),
@@ -90,6 +93,11 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
         watched=watched,
         footer=f"Written by mgpu_pipe {__version__} from {', '.join(str(view.paths.root) for view in views)}",
     )
+
+
+def _link(report: Path, out: Path) -> str:
+    """The way to a run's report from a page beside it, if it has one; no folder's name can be taken for a scheme."""
+    return "./" + quote(os.path.relpath(report.absolute(), out.absolute().parent)) if report.is_file() else ""
 
 
 def _read(*names: str) -> str:

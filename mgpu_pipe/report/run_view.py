@@ -179,11 +179,11 @@ def differing(views: list[RunView]) -> list[list[str]]:
     """For each run what sets it apart from the others, as ``key=value``: its own overrides, or, where all were
     started alike, the keys of the configuration that differ."""
     common = set(views[0].overrides).intersection(*(view.overrides for view in views)) if views else set()
-    own = [[item for item in view.overrides if item not in common and not _names_the_run(item)] for view in views]
+    own = [[item for item in view.overrides if item not in common and not names_the_run(item)] for view in views]
     if any(own):
         return own
     flat = [leaves(view.config) for view in views]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not _names_the_run(key)]
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not names_the_run(key)]
     apart = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
     return [[f"{key}={setting(one.get(key))}" for key in apart] for one in flat]
 
@@ -263,7 +263,7 @@ def _checkpoints(root: Path) -> list[Step]:
     return steps
 
 
-def _names_the_run(text: str) -> bool:
+def names_the_run(text: str) -> bool:
     return text.lstrip("+~").startswith(("run.", "hydra."))
 
 

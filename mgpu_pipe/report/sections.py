@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.account import from_defaults, times
-from mgpu_pipe.report.charts import run_labels, run_names
 from mgpu_pipe.report.numbers import TIMES
-from mgpu_pipe.report.plots import COLORS
-from mgpu_pipe.report.run_view import RunView, differing, number
+from mgpu_pipe.report.run_view import RunView, number
 
 LABELS = {
     "num_documents": "documents",
@@ -96,65 +93,6 @@ def baseline_text(view: RunView) -> str:
     ratio = unigram / reached if reached and math.isfinite(reached) else math.nan
     better = f", {ratio:.1f}{TIMES} lower" if ratio >= 1.05 else ""
     return f"unigram baseline {numbers.metric(unigram)}{better}"
-
-
-def _headlines(views: list[RunView]) -> list[Any]:
-    """A column for each headline that there is."""
-    return [
-        (
-            metric.name.replace("_", " "),
-            [view.headline if view.objective.headline == metric else math.nan for view in views],
-            partial(numbers.metric, percent=metric.percent),
-            max if metric.higher_is_better else min,
-        )
-        for metric in dict.fromkeys(view.objective.headline for view in views)
-    ]
-
-
-def comparison(views: list[RunView]) -> dict[str, Any]:
-    """The table that compares runs; the best of a column is marked."""
-    measures = [
-        ("loss", [view.final("train/loss") for view in views], lambda value: numbers.fixed(value, 4), min),
-        ("held-out loss", [view.final("val/loss") for view in views], lambda value: numbers.fixed(value, 4), min),
-        *_headlines(views),
-        ("tokens/s", [view.tokens_per_s for view in views], lambda value: numbers.fixed(value, 0), max),
-        ("peak memory", [view.peak_gib for view in views], numbers.gibibytes, min),
-        ("wall time", [view.wall_s for view in views], numbers.duration, min),
-    ]
-    columns = [
-        *({"title": title, "numeric": False} for title in ("run", "what differs", "status")),
-        {"title": "steps", "numeric": True},
-        *({"title": title, "numeric": True} for title, _, _, _ in measures),
-    ]
-    rows = []
-    apart = differing(views)
-    for at, (view, name) in enumerate(zip(views, run_names(views), strict=True)):
-        row: list[dict[str, Any]] = [
-            _cell(f"{at + 1} · {name}", "long", at % COLORS),
-            _cell(" ".join(apart[at]) or numbers.MISSING, "long"),
-            _cell(view.status),
-            _cell(f"{view.steps:,}", "n"),
-        ]
-        for _, values, shown, choose in measures:
-            known = [value for value in values if math.isfinite(value)]
-            alike = [shown(value) for value in values].count(shown(values[at]))
-            best = len(known) > 1 and values[at] == choose(known) and alike == 1
-            row.append(_cell(shown(values[at]), "n best" if best else "n"))
-        rows.append(row)
-    return {"columns": columns, "rows": rows}
-
-
-def samples(views: list[RunView]) -> list[dict[str, str]]:
-    """Generated texts; the prompt apart from what the model wrote."""
-    shown = []
-    for view, label in zip(views, run_labels(views), strict=True):
-        listed = view.summary.get("samples")
-        for sample in listed if isinstance(listed, list) else []:
-            if isinstance(sample, Mapping):
-                prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
-                title = label if len(views) > 1 else ""
-                shown.append({"title": title, "prompt": prompt, "text": text.removeprefix(prompt) if prompt else text})
-    return shown
 
 
 def blocks(view: RunView) -> list[dict[str, Any]]:
@@ -281,7 +219,3 @@ def _block(
 
 def _card(label: str, value: str, note: str) -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
-
-
-def _cell(text: str, style: str = "", color: int | None = None) -> dict[str, Any]:
-    return {"text": text, "style": style, "color": color}

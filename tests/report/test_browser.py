@@ -96,6 +96,20 @@ def test_the_legend_switches_a_curve_and_the_axis_follows(browser: Browser, make
     assert browser.run(shown)[0] == [True] * 6
 
 
+def test_a_click_on_a_title_sorts_the_runs(browser: Browser, make_run: MakeRun) -> None:
+    runs = compared(make_run)
+    runs[0].summary.unlink()
+    runs[0].metrics.unlink()
+    show(browser, *runs, width=390)
+    order = "[...document.querySelectorAll('table.runs tbody tr')].map(row => row.cells[0].textContent.trim()[0])"
+    assert browser.run(order) == ["1", "2", "3"]
+    for column, ways in ((7, (["2", "3", "1"], ["3", "2", "1"])), (3, (["3", "2", "1"], ["1", "3", "2"]))):
+        for expected in ways:  # the first run has no perplexity, and is unfinished
+            browser.click(f"table.runs th:nth-child({column}) button")
+            assert browser.run(order) == expected
+    assert browser.run("document.querySelector('th:nth-child(3)').ariaSort") == "descending"
+
+
 def test_the_pointer_tells_the_values_of_every_curve(opened: Browser, make_run: MakeRun) -> None:
     box = place(opened)
     opened.mouse("mouseMoved", box["x"] + box["width"] * 43 / 60, box["y"] + 50)

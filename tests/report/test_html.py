@@ -11,6 +11,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -232,12 +233,33 @@ def test_a_comparison_shows_what_differs_and_marks_the_best(make_run: MakeRun) -
     for told in ("1 · optimizer.lr=0.001", "2 · optimizer.lr=0.003", "held-out loss", "3.2000"):
         assert told in page.words
     table = (runs[0].root / "report.html").read_text().split("<tbody>")[1].split("</tbody>")[0]
-    best = [cell.strip() for cell in re.findall(r'class="n best">([^<]*)<', table)]
+    best = [cell.strip() for cell in re.findall(r'class="n best"[^>]*>([^<]*)<', table)]
     assert "3.2000" in best
     assert "24.53" in best
     assert "3.5000" in table
     assert "3.5000" not in best
     assert "trainer.devices" not in table, "what all runs share is no difference"
+
+
+def test_a_comparison_links_the_reports_that_there_are(make_run: MakeRun, tmp_path: Path) -> None:
+    runs = [make_run(steps=60, name=name) for name in ("a b", "javascript:alert(1)", "without")]
+    for run in runs[:2]:
+        write_report([run], run.report)
+    page = Page(write_report(runs, tmp_path / "outputs" / "comparison.html").read_text())
+    links = [attributes["href"] or "" for tag, attributes in page.elements if tag == "a"]
+    assert all(link.startswith("./") for link in links)
+    assert [tmp_path / "outputs" / unquote(link) for link in links] == [run.report for run in runs[:2]]
+
+
+def test_a_comparison_shows_every_key_that_differs(make_run: MakeRun) -> None:
+    data = {"seq_len": 512, "paths": ["a", "b"]}
+    page = page_of(
+        make_run(steps=60, name="a", config={"seed": None}), make_run(steps=60, name="b", config={"data": data})
+    )
+    told = page.words.split("What differs in the configuration key 1 2 ")[1]
+    for row in ("seed null 1234", "data.seq_len 256 512", "data.paths \u2013 [a, b]"):
+        assert row in told
+    assert "optimizer.lr 0" not in told, "what is alike"
 
 
 def test_many_runs_and_long_runs_stay_small(make_run: MakeRun) -> None:

@@ -1,7 +1,7 @@
 'use strict';
 // Draws the page's charts with uPlot: one x axis and one zoom for all of them, legends that switch curves.
 const DASHES = [[], [9, 4], [2, 4], [10, 4, 2, 4], [5, 2]];
-const KEPT = {axis: 0, zoom: null, off: new Set(), log: new Map()};  // what the reader chose; a refresh keeps it
+const KEPT = {axis: 0, zoom: null, sort: null, off: new Set(), log: new Map()};  // what the reader chose; a refresh keeps it
 const style = () => getComputedStyle(document.documentElement);
 const make = (tag, name, text = '') => Object.assign(document.createElement(tag), {className: name, textContent: text});
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
@@ -177,6 +177,20 @@ function swatches() {
   }
 }
 
+// Rows by a column's values; what was not measured comes last either way.
+function sortRuns() {
+  const table = document.querySelector('table.runs');
+  if (!table || !KEPT.sort) return;
+  const [column, sign] = KEPT.sort, body = table.tBodies[0];
+  const value = row => row.cells[column].dataset.sort;
+  const order = (a, b) => a === '' || b === '' ? (a === '') - (b === '')
+    : sign * (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b);
+  body.append(...[...body.rows].sort((a, b) => order(value(a), value(b))));
+  all('th', table).forEach((head, at) => {
+    head.setAttribute('aria-sort', at !== column ? 'none' : sign > 0 ? 'ascending' : 'descending');
+  });
+}
+
 function start() {
   page = JSON.parse(document.getElementById('data').textContent);
   const select = document.getElementById('axis');
@@ -187,6 +201,7 @@ function start() {
   for (const box of all('input.log')) {
     box.checked = KEPT.log.get(box.dataset.title) ?? page.charts[Number(box.dataset.chart)].log;
   }
+  sortRuns();
   draw();
   zoomTo(...(KEPT.zoom ?? [null]));
 }
@@ -194,6 +209,11 @@ function start() {
 document.addEventListener('click', event => {
   const button = event.target.closest('button');
   if (button?.matches('.reset')) zoomTo(null);
+  if (button?.matches('.sort')) {
+    const column = button.closest('th').cellIndex;
+    KEPT.sort = [column, KEPT.sort?.[0] === column ? -KEPT.sort[1] : 1];
+    sortRuns();
+  }
   if (button?.matches('.key')) {
     const keys = button.dataset.keys.split(' '), off = keys.some(key => !KEPT.off.has(key));
     for (const key of keys) if (off) KEPT.off.add(key); else KEPT.off.delete(key);
