@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import signal
 import sysconfig
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import mgpu_pipe
 from mgpu_pipe import errors
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.threads import limit_threads
@@ -20,6 +22,12 @@ from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
 limit_threads(os.environ)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which the programs that tests start would inherit
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the package once: tests start it some thousand times, and PYTHONDONTWRITEBYTECODE may be set."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(mgpu_pipe.__file__).parent, quiet=2)
 
 
 @pytest.fixture(autouse=True)

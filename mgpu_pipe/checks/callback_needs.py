@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mgpu_pipe.config.source_class import inherits
+from mgpu_pipe.config.source_class import inherited_names
 from mgpu_pipe.errors import ConfigError
 
 CALLBACKS = "pytorch_lightning.callbacks"
@@ -40,9 +40,9 @@ def callback_errors(leaf: Mapping[str, Any], key: str, has_logger: bool) -> Iter
         has_logger: whether the run has one of Lightning's loggers.
     """
     target = str(leaf["_target_"])
-    for name, (reason, fix) in REFUSED.items():
-        if inherits(target, f"{CALLBACKS}.{name}"):
-            yield ConfigError(f"{key}._target_", target, fix, reason)
-            return
-    if not has_logger and any(inherits(target, f"{CALLBACKS}.{name}") for name in NEED_LOGGER):
+    names = inherited_names(target, CALLBACKS)
+    for reason, fix in (told for name, told in REFUSED.items() if name in names):
+        yield ConfigError(f"{key}._target_", target, fix, reason)
+        return
+    if not has_logger and names.intersection(NEED_LOGGER):
         yield ConfigError(f"{key}._target_", target, "add logger=tensorboard, or remove it", "it writes to a logger")

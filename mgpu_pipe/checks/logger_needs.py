@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.config.source_class import inherits
+from mgpu_pipe.config.source_class import inherited_names
 from mgpu_pipe.errors import ConfigError
 
 LOGGERS = "pytorch_lightning.loggers"
@@ -28,8 +28,9 @@ NOT_ONLINE = ("offline", "disabled", "dryrun")
 def logger_errors(leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
     """What is missing for the logger of ``leaf``; nothing for other classes."""
     target = str(leaf["_target_"])
+    names = inherited_names(target, LOGGERS)
     for name, (module, package) in PACKAGES.items():
-        if not inherits(target, f"{LOGGERS}.{name}"):
+        if name not in names:
             continue
         if PathFinder.find_spec(module) is None:
             reason = f"needs {package}, not installed here"

@@ -9,7 +9,7 @@ from functools import partial
 from mgpu_pipe.checks.model import check_attention, check_freezing, check_model
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.numerics import numerics_errors
-from mgpu_pipe.checks.sizes import size_errors
+from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
 from mgpu_pipe.checks.values import range_errors, relation_errors, value_errors
 from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
@@ -51,6 +51,7 @@ def checks(alone: Sequence[str] = ()) -> list[Check]:
         Check(lambda config: run_folder_errors(config, alone)),
         Check(_raising(check_start), ("checkpoint",)),
         Check(size_errors, ranges=True),
+        Check(update_errors, ("optimizer",), ranges=True),
         Check(_raising(check_attention), ("model",)),
         Check(_raising(_check_plug_ins), last=True),
         Check(_raising(check_freezing), last=True),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from mgpu_pipe.checks.model import model_fields, sequence_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
-from mgpu_pipe.checks.values import value_errors
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError, ConfigError, section_of
+from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -22,13 +21,23 @@ def size_errors(config: RunConfig) -> list[BadInputError]:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
             errors += _router_errors(config)
-            if not any(section_of(error) == "optimizer" for error in value_errors(config)):
-                errors += optimizer_errors(config, dims)
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
         except ConfigError as error:
             errors.append(error)
     return [*errors, *sequence_errors(config)]
+
+
+def update_errors(config: RunConfig) -> list[ConfigError]:
+    """The optimizer, which is right by itself, on the strategy's sizes; nothing where :func:`size_errors` has them."""
+    if _strategy_errors(config):
+        return []
+    try:
+        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    except ConfigError:
+        return []
+    return optimizer_errors(config, dims)
 
 
 def _strategy_errors(config: RunConfig) -> list[BadInputError]:

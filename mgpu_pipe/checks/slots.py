@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mgpu_pipe.checks.callback_needs import callback_errors
+from mgpu_pipe.checks.callback_needs import CALLBACKS, callback_errors
 from mgpu_pipe.checks.logger_needs import logger_errors
 from mgpu_pipe.config.build import TARGET, check_target
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
-from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherits, signature
+from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherited_names, signature
 from mgpu_pipe.config.suggest import choose_from, nearest
 from mgpu_pipe.errors import ConfigError
 
 OPTIMIZER_BASE = "torch.optim.Optimizer"
 LOGGER_BASE = "pytorch_lightning.loggers.Logger"
 CALLBACK_BASE = "pytorch_lightning.Callback"
-EARLY_STOPPING = "pytorch_lightning.callbacks.EarlyStopping"
+EARLY_STOPPING = "EarlyStopping"
 MODES = ("min", "max")
 
 OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
@@ -49,7 +49,7 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
 
 def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
     """What an early stopping looks at: a metric that the objective logs; a plug-in's may log any."""
-    if not inherits(leaf[TARGET], EARLY_STOPPING) or config.objective.name not in OBJECTIVES:
+    if EARLY_STOPPING not in inherited_names(leaf[TARGET], CALLBACKS) or config.objective.name not in OBJECTIVES:
         return
     monitor, mode = leaf["monitor"], leaf.get("mode", "min")
     logged = [metric.key for metric in description(config.objective.name).metrics]
@@ -68,7 +68,7 @@ def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
     if every is not None and (last is None or every < last):
         return
     for name, leaf in config.callbacks.items():
-        if isinstance(leaf, Mapping) and inherits(str(leaf.get(TARGET)), EARLY_STOPPING):
+        if isinstance(leaf, Mapping) and EARLY_STOPPING in inherited_names(str(leaf.get(TARGET)), CALLBACKS):
             fix = f"set e.g. trainer.val_every_n_steps={max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
             reason = f"callbacks.{name} looks at evaluations, and there is none before the end"
             yield ConfigError("trainer.val_every_n_steps", every, fix, reason)

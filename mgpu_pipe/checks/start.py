@@ -14,14 +14,14 @@ from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 
 def check_start(config: RunConfig) -> None:
     """Check that what the run begins from is a checkpoint whose files have their sizes."""
-    from mgpu_pipe.checkpoint.select import resolve_source
-
     start = config.checkpoint
     for key, source in (("checkpoint.resume", start.resume), ("checkpoint.init_from", start.init_from)):
         if source in (None, "none", "auto") or not Path(source).expanduser().exists():
             continue  # value_errors reports what does not exist
         if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(Path(source).expanduser())):
             continue  # a run that goes on needs it no more
+        from mgpu_pipe.checkpoint.select import resolve_source
+
         resolve_source(source, start.on_corruption, "size", key)
 
 

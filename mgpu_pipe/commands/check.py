@@ -19,7 +19,7 @@ def check(words: list[str]) -> int:
     def job(composition: Composition) -> int:
         config = checked(composition)
         from mgpu_pipe.report.overview import overview
-        from mgpu_pipe.report.tables import print_rows
+        from mgpu_pipe.report.rows import print_rows
 
         print_rows(overview(config, composition.own))
         return EXIT_OK

@@ -7,6 +7,7 @@ from typing import Any
 
 PRIVATE = (
     "hydra._internal.hydra:Hydra",
+    "hydra._internal.config_repository:CachingConfigRepository",
     "hydra._internal.config_loader_impl:ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
     "hydra._internal.config_loader_impl:ConfigLoaderImpl.load_configuration",
     "hydra._internal.core_plugins.file_config_source:FileConfigSource._normalize_file_name",
@@ -48,10 +49,13 @@ def new_search_path(conf: str) -> Any:
 
 
 def new_hydra(job_name: str, search_path: Any) -> Any:
-    """Hydra's state of one composition."""
+    """Hydra's state of one composition, or of a sweep, which reads the primary configuration once."""
+    from hydra._internal.config_repository import CachingConfigRepository
     from hydra._internal.hydra import Hydra
 
-    return Hydra.create_main_hydra2(job_name, search_path)
+    hydra: Any = Hydra.create_main_hydra2(job_name, search_path)
+    hydra.config_loader.repository = CachingConfigRepository(hydra.config_loader.repository)
+    return hydra
 
 
 def caching_repository(loader: Any, config_name: str, overrides: list[str]) -> Any:

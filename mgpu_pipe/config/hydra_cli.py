@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 from mgpu_pipe.compat.hydra_private import arguments_parser, run_hydra
@@ -139,6 +138,8 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
 
         own = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
         if not keep:
+            from tempfile import TemporaryDirectory
+
             own.append(f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory(prefix='mgpu-pipe-sweep-'))}")
         with compose.composition_errors():
             hydra.multirun(config_name=_name(parsed), task_function=task, overrides=[*good, *own])

@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 DATA_GROUP = "mgpu_pipe.data"
 DATA_KEYS_GROUP = "mgpu_pipe.data_keys"
@@ -39,7 +41,7 @@ LONGEST = 300
 
 def registered(group: str) -> tuple[str, ...]:
     """Names in an entry point group, sorted. Scans the installed distributions: some 10 ms."""
-    return tuple(sorted({point.name for point in entry_points(group=group)}))
+    return tuple(sorted({point.name for point in entry_points(group)}))
 
 
 def load(key: str, name: str, group: str) -> Any:
@@ -48,7 +50,7 @@ def load(key: str, name: str, group: str) -> Any:
     Raises:
         ConfigError: there is none, or it cannot be imported.
     """
-    points = {point.name: point for point in entry_points(group=group)}
+    points = {point.name: point for point in entry_points(group)}
     if name not in points:
         raise ConfigError(key, name, f"use one of {', '.join(points)}", "no such name")
     try:
@@ -56,6 +58,12 @@ def load(key: str, name: str, group: str) -> Any:
     except Exception as error:  # a stranger's module may raise anything
         reason = f"the entry point {points[name].value} cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(key, name, "correct that package", " ".join(reason.split())[:LONGEST]) from error
+
+
+def entry_points(group: str) -> EntryPoints:
+    from importlib import metadata  # its own imports cost as much as a scan, and most commands make none
+
+    return metadata.entry_points(group=group)
 
 
 @contextmanager

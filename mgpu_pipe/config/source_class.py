@@ -11,6 +11,7 @@ import ast
 import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import BuiltinImporter, ModuleSpec, PathFinder
 from pathlib import Path
@@ -102,12 +103,21 @@ def is_subclass(cls: SourceClass, base: SourceClass, depth: int = 0) -> bool:
     return False
 
 
-def inherits(target: str, base: str) -> bool:
-    """Whether source tells that the class at one dotted path is, or inherits from, that at another."""
+def inherited_names(target: str, package: str) -> set[str]:
+    """Names of the classes of ``package`` that the class at a dotted path is or inherits from, as far as source tells.
+
+    Only the class's own ancestors are read, whatever their names are compared with.
+    """
     try:
-        return is_subclass(find_class(target), find_class(base))
+        lineage = [find_class(target)]
     except (NoSuchName, NotAClass, Unknown):
-        return False
+        return set()
+    for cls in lineage:  # grows
+        for name in _base_names(cls):
+            with suppress(NoSuchName, NotAClass, Unknown):
+                base = _in_module(cls.module, name, 0)
+                lineage += [base] if base not in lineage else []
+    return {cls.name for cls in lineage if f"{cls.module}.".startswith(f"{package}.")}
 
 
 def signature(cls: SourceClass, depth: int = 0) -> Signature:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.hardware import cpu_cores
-from mgpu_pipe.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.schema import RunConfig
 
 SPIN_COUNT = 1000
 """Turns of a waiting loop before a thread of libgomp sleeps: what libgomp itself takes once its threads outnumber the

@@ -55,15 +55,23 @@ def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
 
 def stdlib_files() -> list[Path]:
     """The running Python's own library sources, tests and installed packages left out, sorted by relative path."""
+    check_stdlib()
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    return [root / name for name in sorted(os.path.relpath(name, root) for name in _stdlib_sources(root))]
+
+
+def check_stdlib() -> None:
+    """Raise a DataError where the running Python came without its library's sources."""
+    root = Path(sysconfig.get_path("stdlib"))
+    if not any(_stdlib_sources(root)):
+        raise DataError(f"data.source=stdlib_text: {root} holds no library sources; use data.source=text_files")
+
+
+def _stdlib_sources(root: Path) -> Iterator[str]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [n for n in subfolders if n not in _LEFT_OUT and not n.startswith("config-")]
-        found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    relative = sorted(os.path.relpath(name, root) for name in found if os.path.isfile(name) and os.path.getsize(name))
-    if not relative:
-        raise DataError(f"data.source=stdlib_text: {root} holds no library sources; use data.source=text_files")
-    return [root / name for name in relative]
+        paths = (os.path.join(folder, name) for name in names if name.endswith(".py"))
+        yield from (path for path in paths if os.path.isfile(path) and os.path.getsize(path))
 
 
 def read_bytes(path: Path, expected: Fingerprint | None = None) -> bytes:

@@ -45,7 +45,7 @@ def print_before(
 ) -> None:
     """What the run will be, of ``world`` processes; None takes the configured number."""
     from mgpu_pipe.report.overview import summary
-    from mgpu_pipe.report.tables import print_rows
+    from mgpu_pipe.report.rows import print_rows
 
     own: Any = environment["own_conf"]
     print_rows(summary(config, world, prepared, _device(config, environment), own), config.run.name)

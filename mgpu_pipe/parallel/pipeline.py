@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 from mgpu_pipe.compat.torch_private import find_fsdp_units
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
-from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
 from mgpu_pipe.parallel.pipeline_stages import StageView, cut_stages
 from mgpu_pipe.parallel.pipeline_streams import StagesPerRank, stages_by_rank
 from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline_timing import forward_slots
 from mgpu_pipe.planner.pipeline import LayerCosts, stage_layers
+
+if TYPE_CHECKING:
+    from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage
 
 MicroBatch = Mapping[str, torch.Tensor]
 
@@ -170,6 +172,8 @@ class Pipeline:
     def _schedule(self, count: int, boundary: tuple[int, ...]) -> tuple[object, list[ScheduledStage]]:
         key = (count, boundary)
         if key not in self._schedules:
+            from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule  # with torch's, 0.1 s
+
             stages: list[ScheduledStage] = []
             for view in self.views.values():
                 ScheduledStage(

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.report import numbers
-from mgpu_pipe.report.tables import make_console, print_whole, printable
+from mgpu_pipe.report.rows import printable
+from mgpu_pipe.report.tables import make_console, print_whole
 
 if TYPE_CHECKING:
     from rich.table import Table

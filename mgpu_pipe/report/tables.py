@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import Metric, description
-from mgpu_pipe.errors import concealed
 from mgpu_pipe.report import numbers
+from mgpu_pipe.report.rows import print_rows, printable
 from mgpu_pipe.report.run_view import RunView, differing, load_run, number
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from mgpu_pipe.config.paths import RunPaths
 
@@ -160,24 +159,6 @@ def _print_samples(summary: Mapping[str, Any]) -> None:
         console.print(Padding(Text.assemble((printable(prompt), "bold cyan"), shown), (0, 0, 1, 2)))
 
 
-def print_rows(rows: Sequence[tuple[str, str]], title: str = "") -> None:
-    """Print names beside what is said of them, wrapped to the terminal's width, below a title."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table: Table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(name), Text(printable(concealed(value))))
-    console = make_console()
-    if title:
-        console.rule(Text(title, style="bold"), align="left", characters="─" if console.encoding == "utf-8" else "-")
-    console.print(table)
-    if title:
-        console.print()
-
-
 def print_whole(console: Console, line: str) -> None:
     """Print a line that is longer than the terminal is wide unbroken, so that its path can be copied."""
     from rich.text import Text
@@ -191,11 +172,6 @@ def relative_to_cwd(folder: Path) -> Path:
     except OSError:  # it was deleted meanwhile
         return folder
     return folder.relative_to(here) if folder.is_absolute() and folder.is_relative_to(here) else folder
-
-
-def printable(text: str) -> str:
-    """``text`` without control characters: a model can write escape sequences, a terminal would follow them."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in text)
 
 
 def _clock(seconds: float) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from mgpu_pipe.config.plugins import STRATEGY_GROUP
 from mgpu_pipe.objectives.registry import objective_class, whole_subclass
 from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
-from mgpu_pipe.strategies.mesh import MeshStrategy
 
 __all__ = ["objective_class", "strategy_class"]
 
@@ -17,8 +15,13 @@ def strategy_class(engine: str) -> type[EngineStrategy]:
     Raises:
         ConfigError: no such name, or what is registered is not a whole subclass of ``EngineStrategy``.
     """
-    own: dict[str, type[EngineStrategy]] = {"mesh": MeshStrategy, "deepspeed": DeepSpeedStrategy}
-    if engine in own:
-        return own[engine]
+    if engine == "mesh":
+        from mgpu_pipe.strategies.mesh import MeshStrategy
+
+        return MeshStrategy
+    if engine == "deepspeed":
+        from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy
     registered: type[EngineStrategy] = whole_subclass("strategy.engine", engine, STRATEGY_GROUP, EngineStrategy)
     return registered

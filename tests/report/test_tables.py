@@ -12,7 +12,8 @@ import pytest
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.numbers import MISSING
 from mgpu_pipe.report.overview import overview, summary
-from mgpu_pipe.report.tables import after_table, print_rows, runs_table
+from mgpu_pipe.report.rows import print_rows
+from mgpu_pipe.report.tables import after_table, runs_table
 from tests.report.fake_runs import MakeRun
 
 

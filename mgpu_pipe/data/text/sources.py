@@ -89,7 +89,7 @@ def check_sources(config: RunConfig) -> None:
         if data.validation_paths:
             checks.append(lambda: _check_files(data, data.validation_paths, "data.validation_paths"))
     elif data.source == "stdlib_text":
-        checks.append(files.stdlib_files)
+        checks.append(files.check_stdlib)
     elif data.source not in READ_NO_PATHS:
         checks.append(lambda: _plug_in(data.source))
     if data.validation_paths:
