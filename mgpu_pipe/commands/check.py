@@ -14,14 +14,15 @@ DESCRIPTION = "Compose and check a configuration, and print what would run. Star
 
 
 def check(words: list[str]) -> int:
-    from mgpu_pipe.launch.composed import checked, composed
+    from mgpu_pipe.api import plan
+    from mgpu_pipe.launch.composed import composed, tell
 
     def job(composition: Composition) -> int:
-        config = checked(composition)
-        from mgpu_pipe.report.overview import overview
+        planned = plan(composition)
+        tell(planned.notices)
         from mgpu_pipe.report.rows import print_rows
 
-        print_rows(overview(config, composition.own))
+        print_rows(planned.rows)
         return EXIT_OK
 
     return composed("check", DESCRIPTION, words, job)

@@ -29,12 +29,10 @@ def train(words: list[str]) -> int:
         nonlocal folder
         folder = composition.sweep_folder
         run_begins()
-        config = checked(composition)
-        from mgpu_pipe.launch.local import launch
-        from mgpu_pipe.runs.continue_line import Asked
+        checked(composition)
+        from mgpu_pipe.api import launched
 
-        alone = [*composition.flags, *composition.overrides]
-        result = launch(config, Asked(composition.overrides, command, alone, composition.swept, composition.own))
+        result = launched(composition, command)
         run_ended(asked_to_stop=result.asked_to_stop)
         runs.append(RunPaths(result.folder))
         return result.exit_code

@@ -155,13 +155,14 @@ def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> It
             if not folder.is_dir():
                 raise BadInputError(f"--config-dir {config_dir}: no such folder")
             search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    of_caller = GlobalHydra.instance().hydra  # a program that uses Hydra itself goes on with its own
     GlobalHydra.instance().clear()
-    with composition_errors():
-        hydra = new_hydra(JOB_NAME, search_path)
     try:
+        with composition_errors():
+            hydra = new_hydra(JOB_NAME, search_path)
         yield hydra
     finally:
-        GlobalHydra.instance().clear()
+        GlobalHydra.instance().hydra = of_caller
 
 
 def register() -> None:

@@ -12,10 +12,13 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, TypeVar
 
 from mgpu_pipe.child import die_with_parent
@@ -54,7 +57,8 @@ def work_in_order(
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(os.getpid(), theirs, make, arguments), daemon=True)
-            process.start()
+            with _without_main():
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -73,6 +77,17 @@ def work_in_order(
         for process, pipe in zip(processes, pipes, strict=False):
             process.join()
             pipe.close()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Nothing that is sent lies in the program itself: a process that imported it would run a user's script again."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _send(pipe: Connection, item: object, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config import hydra_cli
@@ -27,6 +27,7 @@ from mgpu_pipe.launch.stop import stop_requested
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from mgpu_pipe.checks.notices import Notice
     from mgpu_pipe.config.compose import Composition
     from mgpu_pipe.config.schema import RunConfig
 
@@ -72,7 +73,7 @@ def composed(
         verb: as the help writes it.
         description: what the verb does, for the help.
     """
-    _find_own_classes()
+    find_own_classes()
     parsed = hydra_cli.parse(words)
     if parsed.help:
         print(HELP.format(usage=verb, description=description), end="")
@@ -137,17 +138,31 @@ def checked(composition: Composition) -> RunConfig:
     Raises:
         ConfigErrors: everything wrong with it.
     """
+    tell(notices_of(composition))
+    return composition.config
+
+
+def notices_of(composition: Composition) -> list[Notice]:
+    """What is worth knowing of a configuration that can run.
+
+    Raises:
+        ConfigErrors: everything wrong with it.
+    """
     from mgpu_pipe.checks.preflight import preflight, preflight_errors
 
     alone = [*composition.flags, *composition.overrides]
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
-    for notice in preflight(composition.config, alone):
+    return preflight(composition.config, alone)
+
+
+def tell(notices: Iterable[Notice]) -> None:
+    """Print them to stderr, one line each."""
+    for notice in notices:
         print(f"note: {one_line(notice.key)}: {one_line(notice.text)}", file=sys.stderr)
-    return composition.config
 
 
-def _find_own_classes() -> None:
+def find_own_classes() -> None:
     """Import from the working folder too, as under `python -m`; the verbs that open what others made do not."""
     here = working_directory()
     if here not in sys.path and "" not in sys.path:

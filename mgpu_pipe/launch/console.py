@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 GONE = (errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO)
 """The terminal was closed, or the pipe's reader left."""
+STDERR = 2
+LEFT_OVER_S = 5.0
+"""How long what workers wrote last may take to arrive: they are gone by then."""
 
 
 class OutlivingStream:
@@ -53,6 +57,41 @@ class OutlivingStream:
             os.dup2(nowhere, self._stream.fileno())
         finally:
             os.close(nowhere)
+
+
+@contextmanager
+def live_descriptor() -> Iterator[int]:
+    """A descriptor that what workers show is written to, and that leads to ``sys.stderr``.
+
+    That is standard error itself or, where ``sys.stderr`` leads elsewhere (a notebook's cell), a pipe into it.
+    """
+    stream = sys.stderr
+    try:
+        direct = stream.fileno() == STDERR
+    except (OSError, ValueError, AttributeError):  # it has none
+        direct = False
+    if direct:
+        descriptor = os.dup(STDERR)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+        return
+    read, write = os.pipe()
+    pump = threading.Thread(target=_pump, args=(read, stream), name="live output", daemon=True)
+    pump.start()
+    try:
+        yield write
+    finally:
+        os.close(write)
+        pump.join(LEFT_OVER_S)
+
+
+def _pump(read: int, stream: TextIO) -> None:
+    with os.fdopen(read, encoding="utf-8", errors="replace", newline="") as shown:
+        for line in shown:
+            stream.write(line)
+            stream.flush()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
 from mgpu_pipe.launch import outcome as finish
+from mgpu_pipe.launch.console import live_descriptor
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.preparing import prepare_data
@@ -69,7 +70,8 @@ def _launch(config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Ask
             folder = record.begin(folder, config, asked.overrides, asked.command)
             finish.say_note(folder.note)
             try:
-                outcome = _run(config, folder, lock, inbox, asked)
+                with live_descriptor() as live:
+                    outcome = _run(config, folder, lock, inbox, asked, live)
             except BadInputError:
                 folder.discard()
                 raise
@@ -78,13 +80,12 @@ def _launch(config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Ask
         return _stopped_before_training(config, folder, asked)
 
 
-def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox, asked: Asked) -> Outcome:
+def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox, asked: Asked, live: int) -> Outcome:
     """Start the workers, which import while the data is prepared, let them train, and watch them to their end."""
     paths, world = folder.paths, world_size(config)
     threads = choose_threads(config, world)
     step = resume_step(config, paths)
     first = record.next_attempt(paths)
-    live = os.dup(2)
     plan = WorkerPlan(
         argv=[sys.executable, *WORKER, str(paths.root)],
         world_size=world,
@@ -123,7 +124,6 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
         )
     finally:
         group.kill()
-        os.close(live)
 
 
 def _stopping(lock: RunLock) -> None:
