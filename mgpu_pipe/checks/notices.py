@@ -31,7 +31,7 @@ def notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("precision.name", text))
     if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
-        if config.objective.prompts()[0]:
+        if config.objective.prompts()[0] and config.trainer.sample_every_n_steps is None:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
     if joined() and config.launch.max_restarts:
         text = "does nothing here: whoever started this world restarts it"

@@ -37,6 +37,7 @@ AT_LEAST_ONE = (
     "trainer.max_steps",
     "trainer.max_epochs",
     "trainer.val_every_n_steps",
+    "trainer.sample_every_n_steps",
     "trainer.log_every_n_steps",
     "launch.threads_per_worker",
     "strategy.pipeline.stages_per_rank",
@@ -92,6 +93,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         *_length_errors(config),
         *_schedule_errors(config),
         *_held_out_errors(config),
+        *_sample_errors(config),
         *sample_errors(config),
         *early_stopping_errors(config),
         *_start_errors(config),
@@ -293,6 +295,14 @@ def _start_errors(config: RunConfig) -> list[ConfigError]:
     fix = "leave one of them out"
     reason = f"checkpoint.resume={start.resume} brings weights of its own"
     return [ConfigError("checkpoint.init_from", start.init_from, fix, reason)]
+
+
+def _sample_errors(config: RunConfig) -> list[ConfigError]:
+    every = config.trainer.sample_every_n_steps
+    if every is None or config.objective.prompts()[0]:
+        return []
+    fix = "set objective.sample_prompts (sample_texts for a classifier), or use null"
+    return [ConfigError("trainer.sample_every_n_steps", every, fix, "there is no prompt to continue")]
 
 
 def _held_out_errors(config: RunConfig) -> list[ConfigError]:

@@ -48,6 +48,11 @@ class RunPaths:
         return self.root / "metrics.csv"
 
     @property
+    def samples(self) -> Path:
+        """What the model made of the prompts as training went on."""
+        return self.root / "samples.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -312,6 +312,8 @@ class TrainerConfig:
     """Passes over the data to train for, where max_steps is not given."""
     val_every_n_steps: int | None = None
     """Evaluate the held-out set every so many steps; null evaluates at the end only."""
+    sample_every_n_steps: int | None = None
+    """Continue the objective's prompts every so many steps, for samples.jsonl and the report; null: at the end only."""
     log_every_n_steps: int = 1
     """Write a row of metrics every so many steps."""
     gradient_clip_val: float | None = 1.0

@@ -18,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
-from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed
 from mgpu_pipe.launch import stop
@@ -30,15 +29,14 @@ from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
-    from transformers import PreTrainedModel
 
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared
+    from mgpu_pipe.inference.samples import Sample
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.training.run import TrainResult
 
 
-Sample = dict[str, str]
 NODE_LOCK = "node.lock"
 
 
@@ -155,58 +153,23 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
 
 def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[Sample]:
     """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved."""
-    prompts, length = config.objective.prompts()
-    if not prompts or result.status != "finished" or result.checkpoint is None:
+    if not config.objective.prompts()[0] or result.status != "finished" or result.checkpoint is None:
         return []
-    from mgpu_pipe.inference.generation import generate_text
     from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.samples import make_samples
 
     run = load_run(result.checkpoint, device)
-    if _classifies(config):
-        return _classified(config, run.model, run.tokenizer_folder)
-    texts = generate_text(run.model, run.tokenizer(), prompts, max_new_tokens=length, seed=config.seed)
-    return _told(config, prompts, texts)
+    assert run.tokenizer_folder is not None, "a run keeps its tokenizer"
+    return make_samples(config, run.model, run.tokenizer_folder)
 
 
 def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path | None) -> list[Sample]:
     """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
-    prompts, length = config.objective.prompts()
-    if not prompts or result.status != "finished" or result.whole_model or tokenizer_folder is None:
+    if result.status != "finished" or result.whole_model or tokenizer_folder is None:
         return []
-    if _classifies(config):
-        return _classified(config, result.model, tokenizer_folder)
-    from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.samples import make_samples
 
-    texts = generate_text(
-        result.model,
-        tokenizer_folder,
-        prompts,
-        max_new_tokens=length,
-        seed=config.seed,
-        together=True,
-        forward=result.sampling_forward,
-    )
-    return _told(config, prompts, texts)
-
-
-def _classifies(config: RunConfig) -> bool:
-    return description(config.objective.name).samples == "labelled_text"
-
-
-def _classified(config: RunConfig, model: PreTrainedModel, tokenizer_folder: Path | None) -> list[Sample]:
-    """The configured texts, each with its likeliest class."""
-    from mgpu_pipe.inference.classify import classify_texts
-
-    texts, _ = config.objective.prompts()
-    assert tokenizer_folder is not None
-    classes = classify_texts(model, tokenizer_folder, texts, config.data.seq_len)
-    return _told(config, texts, classes)
-
-
-def _told(config: RunConfig, prompts: list[str], texts: list[str]) -> list[Sample]:
-    """What a model made of each prompt: its continuation, or behind an arrow what stands for itself."""
-    joint = "" if description(config.objective.name).samples == "packed_text" else " \u2192 "
-    return [{"prompt": prompt, "text": f"{joint}{text}"} for prompt, text in zip(prompts, texts, strict=True)]
+    return make_samples(config, result.model, tokenizer_folder, together=True, forward=result.sampling_forward)
 
 
 def _import_all() -> None:

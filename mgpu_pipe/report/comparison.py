@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -48,16 +48,19 @@ def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
 
 
 def samples(views: list[RunView]) -> list[dict[str, Any]]:
-    """Generated texts by prompt: what each run made of it, apart from the prompt itself."""
-    by_prompt: dict[str, list[dict[str, str]]] = {}
+    """Generated texts by prompt, apart from the prompt itself: each run's last, and of a run alone its earlier ones."""
+    by_prompt: dict[str, dict[str, list[dict[str, str]]]] = {}
     for view, label in zip(views, run_labels(views), strict=True):
-        listed = view.summary.get("samples")
-        for sample in listed if isinstance(listed, list) else []:
-            if isinstance(sample, Mapping):
+        for age, (step, made) in enumerate(reversed(view.samples)):
+            if age and len(views) > 1:
+                break
+            for sample in made:
                 prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
-                told = {"title": label if len(views) > 1 else "", "text": text.removeprefix(prompt) if prompt else text}
-                by_prompt.setdefault(prompt, []).append(told)
-    return [{"prompt": prompt, "texts": texts} for prompt, texts in by_prompt.items()]
+                title = label if len(views) > 1 else f"step {step:,}" if len(view.samples) > 1 else ""
+                told = {"title": title, "text": text.removeprefix(prompt) if prompt else text}
+                shown = by_prompt.setdefault(prompt, {"texts": [], "earlier": []})
+                shown["earlier" if age else "texts"].append(told)
+    return [{"prompt": prompt, **shown} for prompt, shown in by_prompt.items()]
 
 
 def _headlines(views: list[RunView]) -> list[Any]:

@@ -33,6 +33,7 @@ from mgpu_pipe.report import redact
 from mgpu_pipe.runs.lock import is_held
 from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.newest import find_runs, is_run_folder
+from mgpu_pipe.runs.samples_file import read_samples
 
 MOST_RANKS = 1 << 20
 WARM_UP_ROWS = 2
@@ -50,6 +51,8 @@ class RunView:
     environment: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    samples: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+    """What the model made of the prompts at which steps, the last ones at the end."""
     checkpoints: list[Step] = field(default_factory=list)
     error: str = ""
     failed_rank: int | None = None
@@ -166,6 +169,7 @@ def load_run(paths: RunPaths) -> RunView:
         view.problems.append(str(error))
     except OSError as error:
         view.problems.append(f"{paths.metrics.name}: {error.strerror}")
+    view.samples = _samples(view)
     view.checkpoints = _checkpoints(paths.checkpoints)
     view.running = is_held(paths.lock)
     view.error, view.failed_rank = _error(view)
@@ -230,6 +234,19 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name} is not valid JSON")
         return {}
     return loaded if isinstance(loaded, dict) else {}
+
+
+def _samples(view: RunView) -> list[tuple[int, list[dict[str, Any]]]]:
+    try:
+        by_step = dict(read_samples(view.paths.samples))
+    except (OSError, NotPlainError) as error:
+        view.problems.append(str(error))
+        by_step = {}
+    listed = view.summary.get("samples")
+    last = [sample for sample in listed if isinstance(sample, dict)] if isinstance(listed, list) else []
+    if last:
+        by_step[view.steps] = last
+    return sorted(by_step.items())
 
 
 def _error(view: RunView) -> tuple[str, int | None]:

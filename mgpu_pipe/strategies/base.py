@@ -165,6 +165,9 @@ class EngineStrategy(ParallelStrategy):
         """
         return None
 
+    def sampled(self) -> None:
+        """Called after text was generated: drops what a forward pass without a backward pass leaves in place."""
+
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""
         return {}

@@ -281,6 +281,9 @@ class MeshStrategy(EngineStrategy):
 
         return forward
 
+    def sampled(self) -> None:
+        self.split.settle()
+
     # -- state --------------------------------------------------------------------------------------------------
 
     def model_shards(self) -> list[LocalShard]:

@@ -10,7 +10,7 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -50,6 +50,7 @@ class StepRecorder(pl.Callback):
         writer, progress: on rank 0 only, None elsewhere.
         ranked: metrics that a step's checkpoint keeps.
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
+        sample: called after each closed step, on every rank; its time is not the step's.
         reader: checkpoint to take weights and optimizer state from, once both exist.
     """
 
@@ -65,6 +66,7 @@ class StepRecorder(pl.Callback):
         progress: Progress | None,
         ranked: Sequence[str] = TRAINING_METRICS,
         model_flops_utilisation: Any = None,
+        sample: Callable[[int], None] | None = None,
         reader: Any = None,
         resume_optimizer: bool = True,
     ) -> None:
@@ -77,6 +79,7 @@ class StepRecorder(pl.Callback):
         self._progress = progress
         self._ranked = ranked
         self._mfu = model_flops_utilisation
+        self._sample = sample
         self._reader = reader
         self._resume_optimizer = resume_optimizer
         self._open: dict[str, Any] | None = None
@@ -202,7 +205,9 @@ class StepRecorder(pl.Callback):
             )
         if self._checkpointer.due(row["step"]):
             self._save(trainer)
-        # Evaluation and saving are not the step's time.
+        if self._sample is not None and not self.stopped:
+            self._sample(row["step"])
+        # Evaluation, saving and sampling are not the step's time.
         self._mark = time.perf_counter()
 
     def _record(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.samples import make_samples
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
@@ -31,6 +32,7 @@ from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
 from mgpu_pipe.planner.flops import known_gpu_peak
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_after
+from mgpu_pipe.runs.samples_file import append_samples, cut_samples_after
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
@@ -164,6 +166,7 @@ def train(
         writer=writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
         model_flops_utilisation=_utilisation(model, config, device, precision, world_size),
+        sample=_sampler(config, paths, prepared, model, strategy, start_step),
         reader=source,
         resume_optimizer=not weights_only,
     )
@@ -223,6 +226,33 @@ def _metrics_writer(paths: RunPaths, start_step: int, objective: Objective) -> M
         truncate_after(paths.metrics, start_step)
     measured = [metric.key for metric in objective.description.metrics]
     return MetricsWriter(paths.metrics, columns=[*STEP_COLUMNS, *measured])
+
+
+def _sampler(
+    config: RunConfig,
+    paths: RunPaths,
+    prepared: Prepared,
+    model: PreTrainedModel,
+    strategy: EngineStrategy,
+    start_step: int,
+) -> Callable[[int], None] | None:
+    """Writes samples of the model as it is, every so many steps; None where none are wanted."""
+    every, folder = config.trainer.sample_every_n_steps, prepared.tokenizer_folder
+    if dist.get_rank() == 0:
+        cut_samples_after(paths.samples, start_step)
+    if every is None or folder is None:
+        return None
+
+    def sample(step: int) -> None:
+        alone = strategy.holds_whole_model
+        if step % every == 0 and (dist.get_rank() == 0 or not alone):
+            forward = strategy.sampling_forward()
+            made = make_samples(config, model, folder, together=not alone, forward=forward)
+            strategy.sampled()
+            if dist.get_rank() == 0:
+                append_samples(paths.samples, step, made)
+
+    return sample
 
 
 def _utilisation(

@@ -109,6 +109,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
             max_steps=steps,
             max_epochs=None,
             val_every_n_steps=None,
+            sample_every_n_steps=None,
         ),
         logger={},
         callbacks={},

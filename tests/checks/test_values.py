@@ -59,6 +59,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["data=jsonl"], "data.paths=[]: data.source=jsonl reads files"),
         (["data=text_files", "data.paths=[/nothing/*.txt]"], "data.paths=/nothing/*.txt: matches no file"),
         (["trainer.val_every_n_steps=5", "data.validation_fraction=0"], "nothing is held out"),
+        (["trainer.sample_every_n_steps=5"], "there is no prompt to continue"),
+        (["trainer.sample_every_n_steps=0", "objective.sample_prompts=[a]"], "use a number of at least 1"),
         (["trainer.devices=2"], "trainer.devices=2: strategy=single is one process; use 1, or strategy=ddp"),
         (["strategy=ddp", "trainer.devices=3"], "data.global_batch_size=32: not divisible by the 3"),
         (["data.micro_batch_size=5"], "data.micro_batch_size=5: does not divide"),

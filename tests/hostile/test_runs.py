@@ -200,6 +200,7 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "log_pipe": (logged(pipe("logs/rank-0.log")), REPORT, 0),
     "log_link": (logged(link("logs/rank-0.log", "secret.txt")), REPORT, 0),
     "log_large": (logged(large("logs/rank-0.log")), REPORT, 0),
+    "samples_pipe": (pipe("samples.jsonl"), REPORT, 0),
     "config_link": (link("config.yaml", "secret.yaml"), REPORT, 0),
     "config_link_of_the_step": (link(f"{STEP}/config.yaml", "secret.yaml"), EVAL, 2),
     "config_large": (large("config.yaml"), REPORT, 0),

@@ -13,6 +13,7 @@ from mgpu_pipe.report.account import from_defaults, times, why
 from mgpu_pipe.report.html import write_report
 from mgpu_pipe.report.logs import MOST_WARNINGS, SHOWN_LINES, Logs, read_logs
 from mgpu_pipe.report.run_view import load_run
+from mgpu_pipe.runs.samples_file import append_samples
 from tests.report.fake_runs import MakeRun
 from tests.report.test_html import page_of
 
@@ -150,3 +151,18 @@ def test_a_comparison_leaves_out_what_is_of_one_run(make_run: MakeRun) -> None:
     runs[0].rank_log(0).write_text("warning\n")
     write_report(runs, runs[0].report)
     assert "Where the time went" not in runs[0].report.read_text()
+
+
+def test_the_samples_of_each_prompt_are_shown_over_training(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    prompt = "def read_lines(path"
+    for step in (20, 40, 60):
+        append_samples(run.samples, step, [{"prompt": prompt, "text": f"<b>after {step}"}])
+    words = page_of(run).words
+    shown = words.split("Samples")[1]
+    assert f"{prompt} step 60 ): with open" in shown, "the summary's last sample is the last"
+    assert "Earlier in training (2) step 40 <b>after 40 step 20 <b>after 20" in shown
+    assert "after 60" not in shown
+    run.summary.unlink()
+    assert "step 60 <b>after 60 Earlier in training (2)" in page_of(run).words
+    assert "after 20" not in page_of(run, make_run(steps=60, name="other")).words

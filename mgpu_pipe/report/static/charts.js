@@ -259,12 +259,12 @@ async function look() {
   setTimeout(look, LOOK_MS);
 }
 function show(main, page) {
-  const open = all('details[open] > summary').map(summary => summary.textContent);
+  const open = new Map(all('details').map(one => [one.id, one.open]));
   const focus = all(FOCUSABLE).indexOf(document.activeElement);
   const pointed = plots.findIndex(({place}) => place.matches(':hover') || place === document.activeElement);
   const {left, top} = plots[pointed]?.u.cursor ?? {};
   main.replaceWith(document.adoptNode(page.querySelector('main')));
-  for (const summary of all('details > summary')) summary.parentElement.open = open.includes(summary.textContent);
+  for (const one of all('details')) one.open = open.get(one.id) ?? one.open;
   start();
   all(FOCUSABLE)[focus]?.focus({preventScroll: true});
   if (left >= 0) plots[pointed]?.u.setCursor({left, top});
