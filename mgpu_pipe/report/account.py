@@ -50,7 +50,7 @@ def times(view: RunView) -> dict[str, str]:
     ordered, (slowest, when), training = sorted(seconds for seconds, _ in timed), max(timed), steps[2][-1]
     rows = {
         "a step, median": _seconds(statistics.median(ordered)),
-        "slowest twentieth, from": _seconds(ordered[int(SLOW_SHARE * (len(ordered) - 1))]),
+        "1 step in 20 takes over": _seconds(ordered[int(SLOW_SHARE * (len(ordered) - 1))]),
         "slowest": f"{_seconds(slowest)}, step {when:,}",
         "all steps": numbers.duration(training),
     }

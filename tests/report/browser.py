@@ -85,6 +85,15 @@ class Browser:
             self.mouse("mousePressed", x, y, clickCount=at)
             self.mouse("mouseReleased", x, y, clickCount=at)
 
+    def touch(self, *points: tuple[float, float]) -> None:
+        """A finger that goes from point to point."""
+        self._send("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=1)
+        for at, (x, y) in enumerate(points):
+            kind = "touchMove" if at else "touchStart"
+            self._send("Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y}])
+        self._send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self._send("Emulation.setTouchEmulationEnabled", enabled=False)
+
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self._send("Input.dispatchKeyEvent", type=kind, key=key, **({"text": key} if len(key) == 1 else {}))

@@ -139,7 +139,7 @@ def test_the_steps_times_and_the_rest_add_up_to_the_wall_time(make_run: MakeRun)
     run.metrics.write_text("\n".join(changed) + "\n")
     assert times(load_run(run)) == {
         "a step, median": "0.5 s",
-        "slowest twentieth, from": "0.5 s",
+        "1 step in 20 takes over": "0.5 s",
         "slowest": "10 s, step 3",
         "all steps": "40 s",
         "start, evaluation, saving": "1 min 0 s, 60% of all",

@@ -130,6 +130,15 @@ def test_tokens_and_time_are_axes_too_and_the_scale_can_be_logarithmic(opened: B
     assert opened.run("plots.map(({u}) => u.scales.y.distr)") == [3, 1, 1, 1, 1, 1]
 
 
+def test_a_finger_zooms_and_asks_for_values(opened: Browser) -> None:
+    box = place(opened)
+    at, y = (lambda share: box["x"] + share * box["width"]), box["y"] + box["height"] / 2
+    opened.touch((at(0.5), y))
+    opened.wait("getComputedStyle(document.querySelector('.tip')).display === 'block'")
+    opened.touch((at(0.25), y), (at(0.4), y), (at(0.5), y))
+    opened.wait(f"Math.abs({AXES}[3][0] - 15) < 0.5 && Math.abs({AXES}[3][1] - 30) < 0.5")
+
+
 def test_keys_zoom_and_move(opened: Browser) -> None:
     opened.run("document.querySelector('.plot').focus()")
     opened.press("ArrowRight")

@@ -111,7 +111,7 @@ function build(plot, [first, last]) {
     },
   }, data, place);
   u.over.append(tip);
-  touch(u);
+  touch(u, place);
   plot.watch = new ResizeObserver(() => u.setSize(size()));
   plot.watch.observe(place);
 }
@@ -142,10 +142,15 @@ function tell({u, place, curves}, tip) {
 }
 
 // A finger drags a stretch as the mouse does; up and down it still scrolls the page.
-function touch(u) {
+function touch(u, place) {
   let from = null;
   const at = event => Math.min(Math.max(event.clientX - u.over.getBoundingClientRect().left, 0), u.over.clientWidth);
-  u.over.addEventListener('pointerdown', event => { if (event.pointerType !== 'mouse') from = at(event); });
+  u.over.addEventListener('pointerdown', event => {
+    if (event.pointerType === 'mouse') return;
+    from = at(event);
+    place.focus({preventScroll: true});
+    u.setCursor({left: from, top: 10});
+  });
   u.over.addEventListener('pointermove', event => {
     if (from === null) return;
     const to = at(event);
