@@ -46,7 +46,7 @@ def model_axis_errors(
         dims.pp,
         strategy.pipeline.schedule,
         plan.num_micro_batches,
-        config.model.compile,
+        config.model.compile is True,
         strategy.pipeline.layers or None,
         strategy.pipeline.stages_per_rank,
         checkpointing=strategy.activation_checkpointing,

@@ -38,6 +38,9 @@ def _fp8_errors(config: RunConfig) -> list[BadInputError]:
         has = "there is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         reason = f"float8 needs a GPU of compute capability 8.9 or higher, and {has}"
         return [ConfigError("precision.name", "fp8", "use precision=bf16", reason)]
+    if config.model.compile is False:
+        reason = "float8 products are slower than bf16's where their scaling is not compiled"
+        return [ConfigError("model.compile", False, "use auto or true, or precision=bf16", reason)]
     if PathFinder.find_spec("torchao") is None:
         reason = "float8 needs the package torchao"
         return [ConfigError("precision.name", "fp8", "install it (pip install torchao), or use precision=bf16", reason)]
@@ -58,7 +61,7 @@ def _offload_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _compile_errors(config: RunConfig) -> list[BadInputError]:
-    return compile_errors() if config.model.compile and device_type(config) == "cpu" else []
+    return compile_errors() if config.model.compile is True and device_type(config) == "cpu" else []
 
 
 def compile_errors() -> list[BadInputError]:

@@ -7,6 +7,7 @@ from typing import Any
 PRIVATE = (
     "transformers:PretrainedConfig._attn_implementation",
     "transformers:PreTrainedModel._can_set_attn_implementation",
+    "transformers:PreTrainedModel._supports_flash_attn",
     "transformers:PreTrainedModel._can_record_outputs",
     "transformers:PreTrainedModel._keys_to_ignore_on_save",
     "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
@@ -27,6 +28,11 @@ def set_attention(config: Any, name: str) -> None:
 def looks_up_attention(model: Any) -> bool:
     """Whether a model takes its attention from transformers' AttentionInterface."""
     return bool(type(model)._can_set_attn_implementation())
+
+
+def works_with_flash_attention(model: Any) -> bool:
+    """Whether the layers of a model hand their attention function all that it needs beside a mask."""
+    return bool(type(model)._supports_flash_attn)
 
 
 def recorded_outputs(model: Any) -> dict[str, Any]:

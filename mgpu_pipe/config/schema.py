@@ -40,11 +40,12 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention kernel; auto is sdpa."""
+    """Attention kernel; auto is sdpa, and on GPUs torch's flash attention of packed documents."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameter names (*, ?, [...]) that are not trained; each has to match some."""
-    compile: bool = False
-    """Compile each block of the model with torch.compile; needs a C++ compiler on CPU."""
+    compile: bool | Auto = "auto"
+    """Compile each block of the model with torch.compile, which needs a C++ compiler on CPU; auto compiles on GPUs,
+    from 100M parameters on."""
 
 
 @dataclass

@@ -18,8 +18,9 @@ from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
-from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text, random_packed_text
+from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text
 from mgpu_pipe.parallel.randomness import step_seed
 
 if TYPE_CHECKING:
@@ -162,6 +163,14 @@ class Objective(pl.LightningModule, ABC):
     def batch_spec(self) -> BatchSpec:
         """The fields of a micro-batch; packed text unless a subclass says otherwise."""
         return packed_text()
+
+    def host_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the forward pass needs of a micro-batch that still is in host memory, where computing it waits for no
+        device; it goes with the micro-batch."""
+        documents = self.batch_spec.documents
+        if documents is None or not takes_document_starts(self.model):
+            return {}
+        return {STARTS: document_starts(batch[documents])}
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Keyword arguments of the model's forward pass over a micro-batch."""

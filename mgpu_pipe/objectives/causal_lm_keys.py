@@ -20,7 +20,7 @@ class CausalLMConfig(ObjectiveConfig):
     name: str = "causal_lm"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
     router_aux_loss: float = field(default=0.0, metadata={"at_least": 0})
     """Coefficient of the routers' balance loss (mixtures of experts), per sequence; not part of train/loss."""
     sample_prompts: list[str] = field(default_factory=list)

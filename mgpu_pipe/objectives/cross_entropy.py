@@ -18,17 +18,29 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.kernels.softmax import add_product_, fuses, gradient_, normaliser_and_target
 from mgpu_pipe.parallel.tensor_collectives import all_gather_parts
 from mgpu_pipe.parallel.vocabulary import VocabularyShard
 
 AUTO_CHUNK_BYTES = 64 << 20
+AUTO_CHUNK_BYTES_GPU = 256 << 20
+"""Their matrix products are at full speed from about a thousand rows on."""
+GPU_TILE = 128
+"""Rows of a GPU's matrix products go in multiples of it."""
 
 
-def chunk_rows(setting: int | str, vocabulary: int, rows: int) -> int:
-    """Rows of logits that exist at once; ``auto`` bounds float32 logits to 64 MiB, 0 takes all rows."""
-    if setting == "auto":
+def chunk_rows(setting: int | str, vocabulary: int, rows: int, gpu_item: int | None = None) -> int:
+    """Rows of logits that exist at once; 0 takes all rows, and ``auto`` what fits in 64 MiB of float32 logits.
+
+    Args:
+        gpu_item: on a GPU the bytes of a logit; there ``auto`` is what fits in 256 MiB.
+    """
+    if setting != "auto":
+        return min(int(setting), rows) if setting else rows
+    if gpu_item is None:
         return max(1, min(rows, AUTO_CHUNK_BYTES // (4 * vocabulary)))
-    return min(int(setting), rows) if setting else rows
+    fitting = AUTO_CHUNK_BYTES_GPU // (gpu_item * vocabulary)
+    return max(1, min(rows, fitting - fitting % GPU_TILE if fitting > GPU_TILE else fitting))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -44,6 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         want_any = want_hidden or want_weight or want_bias
+        fused = bias is None and fuses(rows_at_once, weight)
         several = rows_at_once < hidden.shape[0]
         # Sums over several chunks are kept in fp32; one chunk is one product in the weight's own type.
         sum_dtype = torch.float32 if several else weight.dtype
@@ -57,18 +70,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             valid = target != IGNORE_INDEX
             index, held = (target.clamp_min(0), valid) if shard is None else shard.locate(target)
             index, held = index.unsqueeze(1), held.unsqueeze(1)
-            logits = F.linear(chunk, weight, bias).float()
-            normaliser, of_target = torch.logsumexp(logits, dim=1, keepdim=True), logits.gather(1, index)
+            logits = F.linear(chunk, weight, bias)
+            logits = logits if fused else logits.float()
+            normaliser, of_target = normaliser_and_target(logits, index, fused)
             if shard is not None:
                 normaliser, of_target = _over_shards(normaliser, of_target.masked_fill(~held, 0.0), shard)
             losses = normaliser - of_target
             total += torch.where(valid.unsqueeze(1), losses, 0.0).sum(dtype=torch.float64)
             if not want_any:
                 continue
-            # d loss / d logits = softmax - one-hot, in the memory of the logits.
-            grad = logits.sub_(normaliser).exp_()
-            grad.scatter_add_(1, index, -held.to(grad.dtype))
-            grad.mul_(valid.unsqueeze(1))
+            grad = gradient_(logits, normaliser, index, held, valid.unsqueeze(1), fused)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
@@ -78,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_weight is None:
                     grad_weight = grad.t() @ chunk
                 else:
-                    grad_weight += (grad.t() @ chunk).to(sum_dtype)
+                    add_product_(grad_weight, grad.t(), chunk)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -134,7 +145,7 @@ def linear_cross_entropy(
     flat = hidden.reshape(-1, hidden.shape[-1])
     # By the widest shard: ranks have to agree on the number of chunks.
     vocabulary = weight.shape[0] if shard is None else -(-shard.whole // shard.group.size())
-    rows = chunk_rows(chunk_tokens, vocabulary, flat.shape[0])
+    rows = chunk_rows(chunk_tokens, vocabulary, flat.shape[0], weight.element_size() if weight.is_cuda else None)
     result = _LinearCrossEntropy.apply(flat, weight, bias, labels.reshape(-1), rows, shard)
     assert isinstance(result, torch.Tensor)
     return result
@@ -161,7 +172,7 @@ def correct_predictions(
     :func:`linear_cross_entropy`."""
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     vocabulary = weight.shape[0] if shard is None else -(-shard.whole // shard.group.size())
-    rows = chunk_rows(chunk_tokens, vocabulary, flat.shape[0])
+    rows = chunk_rows(chunk_tokens, vocabulary, flat.shape[0], weight.element_size() if weight.is_cuda else None)
     right = torch.zeros_like(wanted, dtype=torch.bool)
     for start in range(0, flat.shape[0], rows):
         target = wanted[start : start + rows]

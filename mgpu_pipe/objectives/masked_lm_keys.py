@@ -20,7 +20,7 @@ class MaskedLMConfig(ObjectiveConfig):
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
     """What stands for a hidden token; auto: the last id of the model's vocabulary, which no tokenizer may use then."""
     loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
 
     def shrunk(self, tokens: int) -> Self:
         chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)

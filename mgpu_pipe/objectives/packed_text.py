@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.family import FLASH
 from mgpu_pipe.families.find import document_isolation
+from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 SHORTEST_DOCUMENT = 3
+STARTS = "document_starts"
+"""The entry of a micro-batch on a GPU that was computed before it went there, for attention of packed rows."""
 
 
 def packed_text(labels_on: Stages = "last") -> BatchSpec:
@@ -62,7 +66,9 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
     if attention_of(model.config) in FLASH:
         return {**kwargs, "input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
     kwargs["position_ids"] = position_ids
-    if isolation == "mask":
+    if takes_document_starts(model):
+        kwargs["attention_mask"] = batch[STARTS] if STARTS in batch else document_starts(position_ids)
+    elif isolation == "mask":
         kwargs["attention_mask"] = block_diagonal_mask(position_ids, attention_of(model.config) == "sdpa")
     return kwargs
 
@@ -75,8 +81,6 @@ def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool, causal: bool 
         as_bool: True where visible (for sdpa), else additive fp32: 0 where visible (for eager attention).
         causal: whether a token sees none after it.
     """
-    import torch
-
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=-1) != 1
     document = starts.cumsum(-1)
@@ -97,7 +101,6 @@ def random_packed_text(
 
     Every fourth sample ends in padding. In every third step the last sample has no valid label at all.
     """
-    import torch
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, max(low + 1, high), (), generator=generator))

@@ -16,7 +16,7 @@ class Seq2SeqConfig(ObjectiveConfig):
     name: str = "seq2seq"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to about 64 MiB; 0 computes them whole."""
+    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
     sample_prompts: list[str] = field(default_factory=list)
     """Sources that are answered after training and shown with the result, the likeliest token at a time."""
     sample_max_new_tokens: int = field(default=64, metadata={"at_least": 1})

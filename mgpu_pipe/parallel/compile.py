@@ -8,7 +8,28 @@ from __future__ import annotations
 
 import torch
 
+from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.kernels.compiled import gpu_kernels_compile
 from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
+
+AUTO_FROM = 100_000_000
+"""Parameters from which ``model.compile=auto`` compiles: small models are trained before compiling has paid."""
+
+
+def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
+    """What ``model.compile`` means for a model of so many parameters."""
+    wanted = config.model.compile
+    if wanted != "auto":
+        return wanted
+    if device.type != "cuda" or not gpu_kernels_compile():
+        return False
+    strategy = config.strategy
+    by_hooks = strategy.engine == "deepspeed" and strategy.deepspeed.stage == 3  # weights come and go inside a block
+    in_two = strategy.pp != 1 and SCHEDULES[strategy.pipeline.schedule].splits_backward
+    large = parameters >= AUTO_FROM or resolve_precision(config) == "fp8"  # float8 pays off in compiled blocks alone
+    return large and not by_hooks and not in_two
 
 
 def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

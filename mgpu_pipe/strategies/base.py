@@ -206,14 +206,13 @@ class EngineStrategy(ParallelStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if isinstance(batch, StepBatch) and self._device.type != "cpu":
             needed = self.needed_fields()
-            batch.micro_batches = [
-                {
-                    name: value.to(self._device, non_blocking=True)
-                    for name, value in micro_batch.items()
-                    if name in needed
+            for index, micro_batch in enumerate(batch.micro_batches):
+                wanted = {name: value for name, value in micro_batch.items() if name in needed}
+                wanted |= self.objective.host_inputs(micro_batch)
+                # Page-locked: from other memory a copy is waited for.
+                batch.micro_batches[index] = {
+                    name: value.pin_memory().to(self._device, non_blocking=True) for name, value in wanted.items()
                 }
-                for micro_batch in batch.micro_batches
-            ]
         return batch
 
     def needed_fields(self) -> tuple[str, ...]:

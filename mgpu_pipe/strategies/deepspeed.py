@@ -129,7 +129,7 @@ class DeepSpeedStrategy(EngineStrategy):
             dropout_seed=dropout_seed,
             stop_requested=stop_requested,
             activation_checkpointing=config.strategy.activation_checkpointing,
-            compile_model=config.model.compile,
+            compile_model=config.model.compile is True,
         )
 
     # -- assembling ---------------------------------------------------------------------------------------------

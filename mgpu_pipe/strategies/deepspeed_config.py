@@ -209,7 +209,7 @@ def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
         fix = "use precision=bf16, or the mesh engine (strategy=fsdp)"
         reason = f"the deepspeed engine has {' and '.join(PRECISIONS)} only"
         yield ConfigError("precision.name", config.precision.name, fix, reason)
-    if config.model.compile and config.strategy.deepspeed.stage == 3:
+    if config.model.compile is True and config.strategy.deepspeed.stage == 3:
         fix = "use false, or strategy=fsdp, zero1 or zero2"
         yield ConfigError("model.compile", True, fix, "ZeRO-3 gathers weights inside of a block, by hooks")
 

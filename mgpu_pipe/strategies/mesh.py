@@ -347,7 +347,7 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
             strategy.fsdp.reshard_after_forward, strategy.fsdp.prefetch, offload=strategy.offload == "cpu"
         ),
         activation_checkpointing=strategy.activation_checkpointing,
-        compile_model=config.model.compile,
+        compile_model=config.model.compile is True,
         sequence_parallel=strategy.sequence_parallel,
         pipeline=plan,
         context_method=strategy.context.method,

@@ -20,6 +20,7 @@ from mgpu_pipe.compat.torch_private import find_fsdp_units
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.packed_text import STARTS
 from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.context import Method, apply_context_parallel, in_sequences, with_documents
@@ -216,7 +217,8 @@ class ParallelModel:
 
         Along a pipeline only the fields that its stages need.
         """
-        return with_documents(self._objective.model, {name: micro_batch[name] for name in self.fields})
+        kept = (*self.fields, *(name for name in (STARTS,) if name in micro_batch))
+        return with_documents(self._objective.model, {name: micro_batch[name] for name in kept})
 
     @property
     def fields(self) -> tuple[str, ...]:

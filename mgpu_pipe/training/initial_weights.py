@@ -16,6 +16,7 @@ from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.fields import LABELS
 from mgpu_pipe.models.pretrained import load_pretrained
@@ -41,6 +42,8 @@ def build_model(
     model, fill = _model_and_filler(config, device, sharded)
     model.config.use_cache = False
     fix_rotary_length(model, config.data.seq_len)
+    if device.type == "cuda" and config.model.attn_implementation == "auto":
+        use_packed_attention(model)
     return model, fill
 
 

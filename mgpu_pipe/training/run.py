@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.parallel.compile import compiles
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
 from mgpu_pipe.planner.flops import known_gpu_peak
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_after
@@ -118,6 +119,7 @@ def train(
     if reader is not None:
         require_model_settings(reader.state.get("model_config"), settings, reader.folder)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
+    config = replace(config, model=replace(config.model, compile=compiles(config, device, num_parameters)))
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
     )

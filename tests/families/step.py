@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.find import document_isolation
+from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import build_meta, materialise, model_config
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
@@ -170,6 +171,11 @@ def single(config: ModelConfig, model: Any, compiled: bool = False) -> dict[str,
     for way, batches in chosen.items():
         model.zero_grad(set_to_none=True)
         found[way] = steps(model, batches)
+    packs = {way: batches for way, batches in chosen.items() if way.startswith("packed")}
+    if packs and use_packed_attention(model):
+        for way, batches in packs.items():
+            model.zero_grad(set_to_none=True)
+            found[f"{way}, by starts"] = steps(model, batches)
     return found
 
 

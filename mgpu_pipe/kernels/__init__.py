@@ -1,0 +1,1 @@
+"""Attention and the loss over a vocabulary: a plain form of each, and a fast one for GPUs."""

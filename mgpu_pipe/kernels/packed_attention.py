@@ -1,0 +1,174 @@
+"""Attention of packed rows from the tokens at which their documents start; no mask of tokens by tokens is made.
+
+The starts stand in the place of the attention mask: models hand that to every layer as it is, also where a block is
+compiled, recomputed or cut by a pipeline. Which implementation runs is chosen for each call: for bf16 and fp16 on CUDA
+the flash kernel of sequences of varying lengths (Dao 2023, "FlashAttention-2", arXiv:2307.08691), for all else a mask
+made from the starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.compat.torch_private import operator
+from mgpu_pipe.compat.transformers_private import (
+    attention_of,
+    looks_up_attention,
+    set_attention,
+    works_with_flash_attention,
+)
+
+NAME = "mgpu_packed"
+"""Under which transformers knows the attention function."""
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_SIZES = range(8, 257, 8)
+FLASH_CAPABILITY = (8, 0)
+"""The first GPUs that the flash operator has kernels for (Ampere)."""
+COUNT_STEP, LENGTH_STEP = 16, 512
+"""Numbers of documents, and lengths of the longest, are rounded up to these: compiled code sees few shapes."""
+PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+BEYOND_FLASH = ("softcap", "position_bias", "s_aux", "head_mask")
+"""What some models hand their attention function and the flash operator does not compute."""
+
+
+def use_packed_attention(model: Any) -> bool:
+    """Let a ``model`` of transformers take :func:`document_starts` for an attention mask, in place, where it can.
+
+    Usual masks and none, as generation has them, stay what they were.
+
+    Returns:
+        Whether it takes them now.
+    """
+    config = model.config
+    both_ways = any(getattr(module, "is_causal", True) is False for module in model.modules())
+    windows = any(getattr(config, name, None) is not None for name in ("sliding_window", "local_attention"))
+    fits = (
+        not config.is_encoder_decoder
+        and config.get_text_config() is config
+        and attention_of(config) == "sdpa"
+        and looks_up_attention(model)
+        and works_with_flash_attention(model)
+        and set(getattr(config, "layer_types", None) or ()) <= PLAIN_LAYERS
+        and not getattr(config, "output_router_logits", False)  # that loss reads the mask of padding
+        and not (both_ways and windows)  # such windows are counted differently from family to family
+    )
+    if fits:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        set_attention(config, NAME)
+    return fits
+
+
+def takes_document_starts(model: Any) -> bool:
+    """Whether :func:`use_packed_attention` changed ``model``."""
+    return attention_of(model.config) == NAME
+
+
+def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where the documents of rows laid end to end start; on the CPU nothing waits for a device.
+
+    Args:
+        position_ids: shape (rows, tokens); a document begins with every row and wherever they do not go up by one.
+
+    Returns:
+        int32 of shape (1, 1, length of the longest document in units of 512, documents + 1), both rounded up: along the
+        last dimension the starts and then the number of all tokens, once or several times, which stands for documents
+        without a token. The third dimension is there for its size alone.
+    """
+    rows, tokens = position_ids.shape
+    begins = torch.ones_like(position_ids, dtype=torch.bool)
+    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    starts = begins.flatten().nonzero().flatten()
+    count = len(starts)
+    starts = F.pad(starts, (0, 1 + -count % COUNT_STEP), value=rows * tokens).int()
+    longest = int(starts.diff().max())
+    return starts.repeat(1, 1, -(-longest // LENGTH_STEP), 1)
+
+
+def mask_of(starts: torch.Tensor, rows: int, tokens: int, causal: bool, window: int | None) -> torch.Tensor:
+    """The mask that ``starts`` stand for: bool of shape (rows, 1, tokens, tokens), True where visible.
+
+    Args:
+        window: tokens that a token sees, itself the last of them; None: the whole document.
+    """
+    edges = starts[0, 0, 0].contiguous()
+    position = torch.arange(rows * tokens, device=starts.device, dtype=torch.int32).view(rows, tokens)
+    document = torch.searchsorted(edges, position.flatten(), right=True).view(rows, -1)
+    visible = document[:, :, None] == document[:, None, :]
+    distance = position[:, :, None] - position[:, None, :]
+    if causal:
+        visible = visible & (distance >= 0)
+    if window is not None:
+        visible = visible & (distance < window)
+    return visible[:, None]
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """transformers' form of an attention function; (rows, tokens, heads, head size) out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        window: int | None = kwargs.get("sliding_window")
+        if not dropout and _flash_computes(query, value, kwargs):
+            return _flash(query, key, value, attention_mask, causal, window, scaling), None
+        attention_mask, is_causal = mask_of(attention_mask, query.shape[0], query.shape[2], causal, window), False
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def _flash_computes(query: torch.Tensor, value: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in FLASH_DTYPES
+        and query.shape[-1] in FLASH_HEAD_SIZES
+        and value.shape[-1] == query.shape[-1]
+        and all(wanted.get(name) is None for name in BEYOND_FLASH)
+        and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
+    )
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    rows, _, tokens, _ = query.shape
+    packed = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    edges, longest = starts[0, 0, 0], min(tokens, starts.shape[2] * LENGTH_STEP)
+    out = operator("_flash_attention_forward")(
+        *packed,
+        edges,
+        edges,
+        longest,
+        longest,
+        0.0,
+        causal,
+        False,
+        scale=scaling,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0 if causal else None,
+    )[0]
+    return out.view(rows, tokens, *out.shape[1:])
