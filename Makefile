@@ -25,6 +25,9 @@ test: lint
 test-all: lint
 	$(PYTEST)
 
+test-gpu: $(DEVELOPMENT)
+	$(BIN)/python -m pytest tests/gpu tests/checkpoint -m "gpu or not slow" --numprocesses 8
+
 test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"
 

@@ -20,6 +20,7 @@ from tests.support.needs import need_nvme, need_torch_compile
 from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs spoils CUDA for forked programs
 limit_threads(os.environ)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which the programs that tests start would inherit
 

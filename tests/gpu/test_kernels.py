@@ -24,7 +24,7 @@ LENGTHS = ((37, 5, 86), (128,), (1, 1, 126))
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double().cpu() - expected).norm() / expected.norm())
+    return float((found.detach().double().cpu() - expected.detach()).norm() / expected.detach().norm())
 
 
 def positions() -> torch.Tensor:

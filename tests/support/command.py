@@ -46,6 +46,14 @@ def mgpu(cache: Path, cwd: Path, *arguments: str, code: int = 0, timeout: float 
     return done.stdout if code == 0 else done.stdout + done.stderr
 
 
+def mgpu_anew(cache: Path, cwd: Path, *arguments: str, timeout: float = 300) -> str:
+    """The same in an interpreter of its own, as programs on GPUs need: CUDA does not survive a fork."""
+    process = start(cache, cwd, *arguments)
+    out, said = process.communicate(timeout=timeout)
+    assert process.returncode == 0, f"exit code {process.returncode}\n{out[-1500:]}\n{said[-1500:]}"
+    return out
+
+
 def run_folder(out: str) -> Path:
     """The folder that the last line of stdout names."""
     last = out.strip().splitlines()[-1]
@@ -66,7 +74,9 @@ def column(folder: Path, name: str) -> dict[int, float]:
     return found
 
 
-def wait_for_step(folder: Path, step: int, process: ForkedProgram, timeout: float = 240) -> None:
+def wait_for_step(
+    folder: Path, step: int, process: ForkedProgram | subprocess.Popen[str], timeout: float = 240
+) -> None:
     """Until ``metrics.csv`` has the row of ``step``."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
