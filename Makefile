@@ -3,6 +3,7 @@
 # make test-all   the same with the tests that try every case where make test tries some
 # make demos   every shipped experiment whole, some minutes each; the results are in benchmarks/results
 # make test-fast  the tests without those that take long
+# make test-gpu   what needs a GPU, on a machine with one
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,7 +15,7 @@ JOBS ?= 2
 
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: train test test-all test-fast lint bench demos clean
+.PHONY: train test test-all test-fast test-gpu lint bench demos clean
 
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
@@ -26,7 +27,7 @@ test-all: lint
 	$(PYTEST)
 
 test-gpu: $(DEVELOPMENT)
-	$(BIN)/python -m pytest tests/gpu tests/checkpoint -m "gpu or not slow" --numprocesses 8
+	$(BIN)/python -m pytest tests/gpu tests/checkpoint -k "gpu" --numprocesses 8
 
 test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"

@@ -3,8 +3,8 @@
 Rows of 4,096 random tokens, bf16 with weights, gradients and AdamW in fp32, eight rows a step, the same micro-batches.
 Peers train one document a row, as this project's first run does: Hugging Face Trainer as it comes, with torch.compile,
 and with Liger's kernels (both together fail in liger-kernel 0.8.5 under torch 2.11), and a torch loop written by hand
-around the compiled model. Each case is a program of its own; the median of the steps after the first four is taken, of peers the mean of the last ones between two waits for
-the GPU.
+around the compiled model. Each case is a program of its own; the median of the steps after the first four is taken, of
+peers the mean of the last ones between two waits for the GPU.
 
 ``python -m benchmarks.gpu_step`` on a machine with a GPU; it needs liger-kernel for its row.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.checks import numerics
 from mgpu_pipe.checks.preflight import preflight, preflight_errors
 from mgpu_pipe.checks.unused_keys import unused_options
 from mgpu_pipe.config import hardware, resolve
@@ -166,6 +167,13 @@ def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
     gpus(4, torch_built_for_cuda=False)
     assert resolve.device_type(config) == "cpu"
     assert [notice.key for notice in preflight(config)] == ["trainer.accelerator"]
+
+
+def test_float8_is_refused_without_compilation(gpus, monkeypatch: pytest.MonkeyPatch):
+    gpus(1)
+    monkeypatch.setattr(numerics, "gpu_capability", lambda: (9, 0))
+    with pytest.raises(ConfigErrors, match=r"model.compile=false: float8 products are slower .* use auto or true"):
+        preflight(compose(["precision=fp8", "model.compile=false"])[0])
 
 
 def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):

@@ -64,6 +64,13 @@ def test_auto_bounds_the_logits_to_64_mib():
     assert chunk_rows(0, vocabulary=128_256, rows=8192) == 8192
 
 
+def test_on_gpus_auto_takes_whole_tiles_of_256_mib():
+    assert chunk_rows("auto", vocabulary=128_256, rows=8192, gpu_item=2) == 1024
+    assert chunk_rows("auto", vocabulary=128_256, rows=8192, gpu_item=4) == 512
+    assert chunk_rows("auto", vocabulary=100, rows=10, gpu_item=2) == 10
+    assert chunk_rows("auto", vocabulary=2_000_000, rows=8192, gpu_item=2) == 67
+
+
 def test_evaluation_needs_no_gradients():
     hidden, weight, bias, labels = make()
     with torch.no_grad():
