@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 PRIVATE = (
+    "hydra.core.config_store:ConfigStore.load",
     "hydra._internal.hydra:Hydra",
     "hydra._internal.config_repository:CachingConfigRepository",
     "hydra._internal.config_loader_impl:ConfigLoaderImpl._parse_overrides_and_create_caching_repo",
@@ -53,9 +54,17 @@ def new_hydra(job_name: str, search_path: Any) -> Any:
     from hydra._internal.config_repository import CachingConfigRepository
     from hydra._internal.hydra import Hydra
 
+    share_config_store()
     hydra: Any = Hydra.create_main_hydra2(job_name, search_path)
     hydra.config_loader.repository = CachingConfigRepository(hydra.config_loader.repository)
     return hydra
+
+
+def share_config_store() -> None:
+    """Let the copies of a repository share Hydra's one store of structured configurations; it copies what it gives."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
 
 def caching_repository(loader: Any, config_name: str, overrides: list[str]) -> Any:

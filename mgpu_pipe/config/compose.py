@@ -178,8 +178,9 @@ def register() -> None:
     hydra_guard.install_guard()
     resolvers.register()
     # An objective's own keys are not another's, so they are no defaults; overrides bring them with ++.
-    node = {**to_plain(RunConfig()), "objective": to_plain(ObjectiveConfig())}
-    ConfigStore.instance().store(name=SCHEMA_NODE, node=node, provider="mgpu_pipe")
+    if f"{SCHEMA_NODE}.yaml" not in ConfigStore.instance().repo:
+        node = {**to_plain(RunConfig()), "objective": to_plain(ObjectiveConfig())}
+        ConfigStore.instance().store(name=SCHEMA_NODE, node=node, provider="mgpu_pipe")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import NotPlainError, read_end
 from mgpu_pipe.report import redact
-from mgpu_pipe.report.tables import printable
+from mgpu_pipe.report.rows import printable
 
 READ_BYTES = 1 << 19
 """Of each log, from its end."""
