@@ -52,12 +52,11 @@ def x_axes(views: list[RunView]) -> dict[str, Any]:
     longest = max((one[2][-1] for one in clocks if len(one) == 3), default=0.0)
     size, unit = next((size, unit) for least, size, unit in TIME_UNITS if longest >= least)
     names = ["step", "tokens", f"training time, {unit}"]
-    if not all(len(one) == 3 for one in clocks):
+    if any(one[0] and len(one) < 3 for one in clocks):
         return {"axes": names[:1], "clocks": [one[:1] for one in clocks]}
-    return {
-        "axes": names,
-        "clocks": [[steps, tokens, [rounded(second / size) for second in time]] for steps, tokens, time in clocks],
-    }
+    for one in clocks:
+        one[2:] = [[rounded(second / size) for second in one[2]]] if one[0] else []
+    return {"axes": names, "clocks": clocks}
 
 
 def clock(view: RunView) -> list[list[float]]:
@@ -66,7 +65,8 @@ def clock(view: RunView) -> list[list[float]]:
     Rows that were not logged are taken to be like the one after them. Steps alone where no time was measured.
     """
     rates = dict(_measured(view, "throughput/tokens_per_s"))
-    rows = [(step, seconds) for step, seconds in _measured(view, "throughput/step_s") if step in rates]
+    timed = _measured(view, "throughput/step_s")
+    rows = [(step, seconds) for step, seconds in timed if seconds > 0 and rates.get(step, -1.0) >= 0]
     if not rows:
         return [[step for step, _ in _measured(view, "train/loss")]]
     steps, tokens, time = [0.0], [0.0], [0.0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mgpu_pipe.report import numbers
-from mgpu_pipe.report.series import MOST_POINTS, Points, thinned
+from mgpu_pipe.report.series import LARGEST, MOST_POINTS, Points, thinned
 
 COLORS = 8
 ALL_POINTS = 60_000
@@ -106,7 +106,8 @@ def _drawn(curve: Curve, most: int) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+    """As drawn; what is next to nothing is nothing, or ticks would lie closer than floats do."""
+    return 0.0 if abs(value) < 1 / LARGEST else float(f"{value:.{DIGITS}g}")
 
 
 def _spoken(title: str, curves: Sequence[Curve]) -> str:

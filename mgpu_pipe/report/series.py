@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 MOST_POINTS = 2000
 FEWEST_SMOOTHED = 30
 """Shorter series are drawn as they are."""
+LARGEST, LAST_STEP = 1e100, 1 << 40
+"""A file of metrics may say more than a chart, whose ticks are floats, can hold."""
 
 Points = list[tuple[float, float]]
 
 
 def points(steps: Sequence[float], values: Sequence[float]) -> Points:
-    """The pairs whose value is finite."""
-    return [(step, value) for step, value in zip(steps, values, strict=False) if math.isfinite(value)]
+    """The pairs that a chart can hold: a finite value, and a step later than the one before."""
+    kept: Points = []
+    for step, value in zip(steps, values, strict=False):
+        if abs(value) <= LARGEST and (kept[-1][0] if kept else -1) < step <= LAST_STEP:
+            kept.append((step, value))
+    return kept
 
 
 def smoothed(series: Points) -> Points:

@@ -130,6 +130,43 @@ def test_tokens_and_time_are_axes_too_and_the_scale_can_be_logarithmic(opened: B
     assert opened.run("plots.map(({u}) => u.scales.y.distr)") == [3, 1, 1, 1, 1, 1]
 
 
+def test_no_curve_and_no_zoom_makes_the_page_hang(opened: Browser) -> None:
+    opened.click("input.log")
+    for at in range(4):
+        opened.run(f"document.querySelectorAll('button.key')[{at}]?.click()")
+    assert not any(opened.run("plots[0].u.series.slice(1).map(one => one.show)"))
+    opened.run("document.querySelector('.plot').focus()")
+    for _ in range(80):
+        opened.press("+")
+    low, high = opened.run(AXES)[0]
+    assert 60 / 1e5 < high - low < 60 / 4e4
+    assert opened.refused == []
+
+
+EXTREME = {
+    "steps": (("9" * 400, "1"), ("9" * 401, "2")),
+    "order": (("5", "1"), ("3", "1"), ("3", "2"), ("-4", "1"), ("9", "2")),
+    "values": (("1", "1e308"), ("2", "-1e308"), ("3", "5e-324"), ("4", "0"), ("5", "1e-300")),
+    "tiny": (("0", "5e-324"), ("1", "1e-323")),
+    "wide": (("1", "1e-90"), ("2", "1e90")),
+    "level": (("1", "1e99"), ("2", "1e99")),
+    "late": ((str((1 << 40) - 1), "1"), (str(1 << 40), "1")),
+}
+
+
+@pytest.mark.parametrize("case", EXTREME)
+def test_no_figure_makes_the_page_hang(browser: Browser, make_run: MakeRun, case: str) -> None:
+    run = make_run(steps=60)
+    columns = run.metrics.read_text().splitlines()[0]
+    rows = [",".join([step, *[value] * columns.count(",")]) for step, value in EXTREME[case]]
+    run.metrics.write_text("\n".join([columns, *rows]) + "\n")
+    show(browser, run)
+    for axis in range(browser.run("page.axes.length")):
+        browser.run(f"(e => {{ e.value = {axis}; e.dispatchEvent(new Event('change', {{bubbles: true}})); }})(axis)")
+        browser.run("for (const box of document.querySelectorAll('input.log')) box.click()")
+    assert browser.refused == []
+
+
 def test_a_finger_zooms_and_asks_for_values(opened: Browser) -> None:
     box = place(opened)
     at, y = (lambda share: box["x"] + share * box["width"]), box["y"] + box["height"] / 2

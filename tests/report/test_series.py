@@ -46,3 +46,7 @@ def test_smoothing_keeps_a_level_and_a_slope_and_damps_noise() -> None:
 
 def test_points_leave_out_what_was_not_measured() -> None:
     assert points([1, 2, 3, 4], [1.0, math.nan, math.inf, 2.0]) == [(1, 1.0), (4, 2.0)]
+
+
+def test_points_leave_out_what_no_chart_can_hold() -> None:
+    assert points([2, 1, 2, 3, 10**400, 4], [1.0, 1.0, 9.0, 1e200, 1.0, 2.0]) == [(2, 1.0), (4, 2.0)]

@@ -43,8 +43,8 @@ function onAxis(run, axis, step) {
 const hidden = curve => curve.style === 'raw' && KEPT.off.has('raw')
   || curve.style !== 'raw' && curve.keys.length > 0 && curve.keys.every(key => KEPT.off.has(key));
 
-function extent() {
-  if (KEPT.zoom) return KEPT.zoom;
+function extent(zoom = KEPT.zoom) {
+  if (zoom) return zoom;
   let low = Infinity, high = -Infinity;
   for (const {curves} of plots) for (const curve of curves) {
     low = Math.min(low, curve.across[0]); high = Math.max(high, curve.across[curve.across.length - 1]);
@@ -52,6 +52,8 @@ function extent() {
   return [low <= 0.05 * high ? 0 : low, high > low ? high : low + 1];
 }
 function zoomTo(low, high) {
+  const [start, end] = extent(null);
+  if (high - low < Math.max((end - start) / 1e5, Math.abs(end) / 1e9)) return;  // closer than ticks can tell apart
   KEPT.zoom = low === null ? null : [low, high];
   const [first, last] = extent();
   for (const {u} of plots) u.setScale('x', {min: first, max: last});
@@ -78,7 +80,7 @@ function build(plot, [first, last]) {
   const axis = (label, more) => ({stroke: ink, label, labelSize: 18, labelGap: 0, labelFont: '12px system-ui, sans-serif',
     font: '12px system-ui, sans-serif', grid: {stroke: grid, width: 1}, ticks: {stroke: grid, size: 4}, ...more});
   const up = (u, low, high) => {
-    if (low == null) return [0, 1];
+    if (low == null) return log ? [1, 10] : [0, 1];  // nothing is shown
     if (log) return [low / 1.1, high * 1.1];
     if (chart.zero && low >= 0) return [0, high * 1.08 || 1];
     const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
