@@ -92,7 +92,7 @@ function build(plot, [first, last]) {
     scales: {x: {time: false, min: first, max: last, range: (u, low, high) => [low, high]},
       y: {distr: log ? 3 : 1, range: up}},
     axes: [axis(page.axes[KEPT.axis], {size: 28, values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))}),
-      axis(chart.up, {size: 48, values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))})],
+      axis(chart.up, {size: (u, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map(text => text.length)), values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))})],
     series: [{}, ...curves.map(curve => {
       const stroke = colour(curve, css), dots = curve.style === 'dots' || curve.x.length < 2;
       return {label: curve.label, stroke, width: curve.style === 'raw' ? 1 : 2, dash: dashes(curve), show: !hidden(curve),
