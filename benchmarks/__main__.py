@@ -5,6 +5,7 @@ import sys
 
 NAMES = (
     "startup",
+    "runs_listing",
     "step_overhead",
     "step_time",
     "data_pipeline",

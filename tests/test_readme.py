@@ -51,7 +51,7 @@ def run(command: str, cwd: Path, environment: dict[str, str]) -> subprocess.Comp
             check=False,
         )
     assert program == "mgpu-pipe", command
-    verbs = {"ls", "check", "schema", "generate", "export", "import", "eval", "report", "verify", "checkpoints"}
+    verbs = {"ls", "check", "schema", "generate", "export", "import", "eval", "report", "verify", "checkpoints", "runs"}
     return run_program([*words, *([] if words[0] in {*verbs, "--help"} else SHORT)], cwd, environment, 300)
 
 

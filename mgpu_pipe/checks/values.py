@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
@@ -17,6 +18,7 @@ from mgpu_pipe.config.sections import DATA, OBJECTIVE, SECTIONS
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 
+TAG = r"[\w.:+-]{1,32}"
 AT_LEAST_ONE = (
     "data.seq_len",
     "data.target_len",
@@ -178,6 +180,9 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
     name = config.run.name
     if name in (".", "..") or "/" in name or name != name.strip():
         errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))
+    for tag in config.run.tags:
+        if tag and re.fullmatch(TAG, tag) is None:
+            errors.append(ConfigError("run.tags", f'"{tag}"', "use words of letters, digits and .:+-, at most 32 long"))
     return errors
 
 

@@ -48,7 +48,7 @@ def read_bytes(path: Path, limit: int, inside: Path | None = None) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise NotPlainError(f"{path}: has {size:,} bytes, more than the {limit:,} that can be right")
-        return file.read(limit)
+        return file.read(min(limit, size + 1))  # not of the limit, which would be allocated each time
 
 
 def read_end(path: Path, most: int) -> bytes:

@@ -27,6 +27,8 @@ class RunOptions:
     """The run's folder, when it is to be known beforehand; refused with -m."""
     root: str = "outputs"
     """The folder that holds all runs."""
+    tags: list[str] = field(default_factory=list)
+    """Short words by which mgpu-pipe runs finds it again."""
 
 
 @dataclass

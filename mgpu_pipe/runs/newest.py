@@ -21,6 +21,8 @@ DEPTH = 4
 """Folders below ``run.root`` that are looked into: run.dir may be there, and run.name is one level."""
 STARTS_FROM = "starts_from"
 """Entry of ``environment.json``: the run or step folder that ``checkpoint.resume`` named when the run was begun."""
+RUN = "run"
+"""Entry of ``environment.json``: the run's name, strategy and tags, for those who look at many runs."""
 NO_RUNS = ("manifest.json", "configured.yaml")
 """What lies in a checkpoint's step and in a verification, which have a configuration too."""
 
@@ -32,6 +34,11 @@ def is_run_folder(folder: Path) -> bool:
 
 def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
     """Run folders at most ``depth`` folders below ``root``, or ``root`` itself; the one begun last first."""
+    return _newest_first(run_folders(root, depth))
+
+
+def run_folders(root: Path, depth: int = DEPTH) -> list[Path]:
+    """:func:`find_runs`, in no order: it reads nothing of them."""
     runs: list[Path] = []
     level = [root]
     for _ in range(depth + 1):
@@ -42,7 +49,7 @@ def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
             else:
                 below += _folders_in(folder)
         level = below
-    return _newest_first(runs)
+    return runs
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.runs.auto_resume import attempts
 from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.folder import RunFolder, writing_to
-from mgpu_pipe.runs.newest import STARTS_FROM, begun, recorded
+from mgpu_pipe.runs.newest import RUN, STARTS_FROM, begun, recorded
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -98,7 +98,8 @@ def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
 
 def _record_environment(paths: RunPaths, config: RunConfig, environment: Mapping[str, object]) -> None:
     created = begun(paths.root) or _later_than_others(paths, float(str(environment["started"])), config)
-    write_environment(paths.environment, {**environment, "created": created})
+    run = {"name": config.run.name, "strategy": config.strategy.name, "tags": config.run.tags}
+    write_environment(paths.environment, {**environment, "created": created, RUN: run})
 
 
 def _later_than_others(paths: RunPaths, now: float, config: RunConfig) -> float:
