@@ -15,6 +15,8 @@ HELD_OUT = 1
 """The held-out curve's number beside the training loss, which is 0."""
 RAW = "raw"
 """The legend's key of what was measured at each step, under the smoothed curves."""
+MOST_KEYS = 8
+"""Of the legends of small charts; where there are more runs, the loss chart's switches them."""
 LONGEST_LABEL = 48
 """Characters of what differs that a legend has room for."""
 CLOCK_POINTS = 400
@@ -24,7 +26,7 @@ TIME_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (300.0,
 
 def charts(views: list[RunView]) -> list[dict[str, Any]]:
     """Loss over the whole width, then the others two by two; a column that no run has gets no chart."""
-    most = max(200, min(MOST_POINTS, ALL_POINTS // (8 * len(views))))
+    most = max(100, min(MOST_POINTS, ALL_POINTS // (8 * len(views))))
     drawn = [_loss(views, most)]
     for title, column, options in (
         ("Learning rate", "lr", {"up": "learning rate", "from_zero": True}),
@@ -117,7 +119,8 @@ def _curves(views: list[RunView], column: str, smooth: bool) -> list[Curve]:
     """One curve a run; a run alone shows its smoothed curve over the raw one."""
     if len(views) == 1:
         return _one(views[0], column, smooth)
-    return _compared(views, column, [str(number) for number in range(1, len(views) + 1)], smooth)
+    numbered = [str(number) for number in range(1, len(views) + 1)] if len(views) <= MOST_KEYS else []
+    return _compared(views, column, numbered, smooth)
 
 
 def _one(view: RunView, column: str, smooth: bool, name: str = "") -> list[Curve]:
