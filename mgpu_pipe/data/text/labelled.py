@@ -8,29 +8,27 @@ begins. What is held out is decided by the texts alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
-from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
+from mgpu_pipe.data.samples import Split, evaluated_samples
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.encode import EncodedBatch
 from mgpu_pipe.data.text.labelled_row import Row, row_of
+from mgpu_pipe.data.text.prepared_rows import PreparedRows
 from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.sources import validation_source_config
-from mgpu_pipe.data.text.split import held_out
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
@@ -44,43 +42,17 @@ _AT_ONCE = 1024
 """Texts that are encoded together."""
 
 
-@dataclass(frozen=True)
-class PreparedLabelled(Prepared):
+@dataclass(frozen=True, kw_only=True)
+class PreparedLabelled(PreparedRows):
     """All that a worker needs to load labelled texts; made by :func:`prepare_labelled`."""
 
     kind: ClassVar[str] = "labelled_text"
 
-    folder: Path
-    """The training documents' token store."""
-    held_out_folder: Path
-    """That of the held-out ones; the same where a share of the documents is held out."""
-    fraction: float
-    """That share."""
-    tokenizer_folder: Path
-    padding_token_id: int
-    seq_len: int
     classes: list[str]
     """Their names, in the order of their numbers."""
     num_documents: int
-    train_samples: int
-    held_out_samples: int
-    """Of which an evaluation takes ``validation_samples``."""
-    validation_samples: int
     majority_accuracy: float | None
     """What saying the training data's most frequent class every time reaches on the evaluated samples."""
-    digest: str
-    validation_digest: str
-    unigram_perplexity: float | None = None
-
-    def documents(self, split: Split) -> NDArray[np.int64]:
-        """Those of a split, in its folder."""
-        if self.held_out_folder != self.folder:
-            return np.arange(TokenStore.open(self.folder_of(split)).num_documents)
-        chosen = held_out(TokenStore.open(self.folder).hashes, self.fraction)
-        return np.flatnonzero(chosen if split == "validation" else ~chosen)
-
-    def folder_of(self, split: Split) -> Path:
-        return self.folder if split == "train" else self.held_out_folder
 
     def labels(self, split: Split) -> NDArray[np.int64]:
         """The class of each sample of a split, in the order of :meth:`documents`."""
@@ -88,13 +60,10 @@ class PreparedLabelled(Prepared):
         numbers = np.array([_number_of(name, self.classes) for name in _names(folder)], np.int64)
         return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
 
-    def open(self, config: RunConfig, split: Split) -> LabelledSamples:
+    def samples(self, split: Split, reopen: Callable[[], Any]) -> LabelledSamples:
         from mgpu_pipe.data.text.labelled_samples import LabelledSamples
 
-        return LabelledSamples(self, split, partial(self.open, config, split))
-
-    def evaluated_samples(self) -> NDArray[np.int64]:
-        return evaluated_samples(self.held_out_samples, self.validation_samples)
+        return LabelledSamples(self, split, reopen)
 
     def model_fields(self) -> dict[str, Any]:
         return {
@@ -102,21 +71,8 @@ class PreparedLabelled(Prepared):
             "label2id": {name: number for number, name in enumerate(self.classes)},
         }
 
-    def is_here(self) -> bool:
-        return self.folder.exists()
-
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_documents, "texts"), (len(self.classes), "classes")]
-
-    def as_dict(self) -> dict[str, Any]:
-        plain = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
-        return {"kind": self.kind, **plain}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        fields = {name: entry for name, entry in value.items() if name != "kind"}
-        folders = ("folder", "held_out_folder", "tokenizer_folder")
-        return cls(**{**fields, **{name: Path(fields[name]) for name in folders}})
 
 
 def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> PreparedLabelled:
@@ -138,7 +94,7 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
             held = _LabelledFiles(validation_source_config(config), cache, "data.validation_paths", told).encoded(
                 tokenizer
             )
-    fraction = 0.0 if data.validation_paths else data.validation_fraction
+    fraction = float(held == folder) if data.validation_paths else data.validation_fraction
     padding = model_field(config.model, "pad_token_id")
     known = PreparedLabelled(
         folder=folder,
