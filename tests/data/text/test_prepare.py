@@ -330,8 +330,8 @@ CHANGES = {
 
 
 def _corpus(tmp_path: Path, source: str) -> Path:
-    """A file of enough documents for several batches."""
-    texts = [sentences(number, 60) for number in range(2500)]
+    """A file of two batches."""
+    texts = [sentences(number, 60) for number in range(1500)]
     if source == "parquet":
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet", compression="none")
