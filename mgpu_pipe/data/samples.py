@@ -87,6 +87,10 @@ class Prepared(ABC):
     def amounts(self) -> list[tuple[int, str]]:
         """How much data there is: numbers and what they count, for people."""
 
+    def context(self, config: RunConfig) -> float:
+        """Tokens of the document that a token is part of, as far as its sample has them; their mean over tokens."""
+        return float(config.data.seq_len)
+
     def model_fields(self) -> Mapping[str, Any]:
         """Fields of the model's configuration that the data decides."""
         return {}

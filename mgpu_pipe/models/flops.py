@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def training_flops_per_token(
-    config: PretrainedConfig, seq_len: int, model_class: str = "AutoModelForCausalLM"
+    config: PretrainedConfig, context: float, model_class: str = "AutoModelForCausalLM"
 ) -> float:
-    """FLOPs of the forward and backward pass of one token in samples of ``seq_len``.
+    """FLOPs of the forward and backward pass of one token among ``context`` of its document.
 
     Counted on a whole model of that configuration on the meta device, so whatever the caller's own was cut into.
     """
@@ -26,7 +26,7 @@ def training_flops_per_token(
     with torch.device("meta"):
         model = getattr(transformers, model_class).from_config(config)
     shape = Shape.of(config.get_text_config())
-    return flops.training_flops_per_token(active_matmul_parameters(model), shape, seq_len)
+    return flops.training_flops_per_token(active_matmul_parameters(model), shape, context)
 
 
 def active_matmul_parameters(model: PreTrainedModel) -> int:

@@ -55,11 +55,11 @@ def forward_flops(active_parameters: float) -> float:
     return 2.0 * active_parameters
 
 
-def attention_forward_flops(shape: Shape, seq_len: int) -> float:
+def attention_forward_flops(shape: Shape, context: float) -> float:
     """Of one token in one layer: causal scores and values."""
-    return 2.0 * seq_len * shape.heads * shape.head_dim
+    return 2.0 * context * shape.heads * shape.head_dim
 
 
-def training_flops_per_token(active_parameters: int, shape: Shape, seq_len: int) -> float:
-    """Forward and backward pass of one token in samples of ``seq_len``; the latter costs twice the former."""
-    return 3.0 * (forward_flops(active_parameters) + shape.layers * attention_forward_flops(shape, seq_len))
+def training_flops_per_token(active_parameters: int, shape: Shape, context: float) -> float:
+    """Forward and backward pass of one token among ``context`` of its document; the latter costs twice the former."""
+    return 3.0 * (forward_flops(active_parameters) + shape.layers * attention_forward_flops(shape, context))

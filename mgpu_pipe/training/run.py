@@ -167,7 +167,7 @@ def train(
         ranked=objective.description.ranked,
         writer=writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
-        model_flops_utilisation=_utilisation(model, config, device, precision, world_size),
+        model_flops_utilisation=_utilisation(model, config, prepared, device, precision, world_size),
         sample=_sampler(config, paths, prepared, model, strategy, start_step),
         reader=source,
         resume_optimizer=not weights_only,
@@ -258,16 +258,19 @@ def _sampler(
 
 
 def _utilisation(
-    model: PreTrainedModel, config: RunConfig, device: torch.device, precision: str, world_size: int
+    model: PreTrainedModel, config: RunConfig, prepared: Prepared, device: torch.device, precision: str, world_size: int
 ) -> Callable[[float], float] | None:
-    """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known."""
+    """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known.
+
+    Attention is counted inside documents.
+    """
     if device.type != "cuda" or model.config.is_encoder_decoder:  # there a token passes half of the model
         return None
     peak = known_gpu_peak(torch.cuda.get_device_name(device), "fp32" if precision == "fp32" else "bf16")
     if peak is None:
         return None
     model_class = description(config.objective.name).model_class
-    per_token = training_flops_per_token(model.config, config.data.seq_len, model_class)
+    per_token = training_flops_per_token(model.config, prepared.context(config), model_class)
     return lambda tokens_per_s: tokens_per_s * per_token / (peak * world_size)
 
 

@@ -36,6 +36,8 @@ from mgpu_pipe.data.text.tokenizer import TokenizerInfo, encoder_spec, resolve_t
 from mgpu_pipe.errors import DataError
 
 _FORMAT = 1
+PIECES_LOOKED_AT = 1_000_000
+"""Of all that a mean is taken over; they lie sorted, so every so many are."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class PreparedData(Prepared):
         from mgpu_pipe.data.text.packed_dataset import PackedDataset
 
         return PackedDataset.open(self, split)
+
+    def context(self, config: RunConfig) -> float:
+        lengths = packing.open_packs(self.train.packs)[0].pieces.length
+        some = lengths[:: max(1, len(lengths) // PIECES_LOOKED_AT)].astype(np.float64)
+        return float((some**2).sum() / some.sum())
 
     def is_here(self) -> bool:
         return self.folder.exists()

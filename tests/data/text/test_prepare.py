@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from math import exp, log
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 from mgpu_pipe.data import cache as cache_module
 from mgpu_pipe.data import fingerprint
 from mgpu_pipe.data.blocks import hash_blocks
+from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text import encode
 from mgpu_pipe.data.text import tokenizer as tokenizer_module
@@ -61,6 +63,19 @@ def test_prepared_data_survives_json(tmp_path: Path) -> None:
         run.data.validation_fraction = fraction
         prepared = prepare(run)
         assert PreparedData.from_dict(json.loads(json.dumps(prepared.as_dict()))) == prepared
+
+
+def test_the_context_of_a_token_is_that_of_its_piece_of_a_document(tmp_path: Path) -> None:
+    run = text_files(tmp_path)
+    prepared = prepare(run)
+    batch = prepared.open(run, "train").batch(np.arange(prepared.train_samples))
+    seen = []
+    for positions, labels in zip(batch["position_ids"], batch["labels"], strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+        lengths = [stop - start for start, stop in pairwise(starts) if bool((labels[start:stop] != IGNORE_INDEX).any())]
+        seen += lengths
+    assert prepared.context(run) == pytest.approx(sum(n * n for n in seen) / sum(seen), rel=1e-2)
+    assert Prepared.context(prepared, run) == run.data.seq_len
 
 
 def test_what_changes_the_data_changes_its_digest_and_nothing_else_does(tmp_path: Path) -> None:
