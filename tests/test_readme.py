@@ -62,6 +62,23 @@ def test_command(command: str, workplace: Path, cache: Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
+def test_the_python_that_the_readme_shows(workplace: Path, cache: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    whole, short = '"trainer.max_steps=20"', ", ".join(map(repr, ["trainer.max_steps=2", *SHORT]))
+    assert program.count(whole) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(whole, short)],
+        cwd=workplace,
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "strategy    ddp, 2 CPU processes" in done.stdout and "step 2/2 (100%)" in done.stderr
+
+
 def test_the_refusal_that_the_readme_shows() -> None:
     shown = re.search(r"^\$ mgpu-pipe (.*)\n(error: .*)$", README, re.MULTILINE)
     assert shown is not None
