@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import mgpu_pipe
 from mgpu_pipe import cli
 from mgpu_pipe.api import Run
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, RunFolderError, WorkerError
-from tests.support.command import column, environment, mgpu, run_folder
+from tests.support.command import column, environment, mgpu, run_folder, wait_for_step
 
 TINY = [
     "model=llama_tiny",
@@ -219,3 +220,21 @@ def test_what_is_no_run_is_refused(trained: Path, work: Path) -> None:
         Run(trained).model(3)
     with pytest.raises(RunFolderError):
         mgpu_pipe.compare(trained, work)
+
+
+@pytest.mark.slow
+def test_an_interrupt_saves_and_the_same_call_goes_on(work: Path) -> None:
+    given = words("run.dir=run", "checkpoint.resume=auto", "trainer.max_steps=100000", "logger=none")
+    program = (
+        f"import mgpu_pipe; run = mgpu_pipe.train({given!r}); print(run.status, run.step, run.checkpoints[-1].step)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    wait_for_step(work / "run", 3, process)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=120)
+    status, step, saved = out.splitlines()[-1].split()
+    assert process.returncode == 0 and status == "stopped" and step == saved
+    further = int(step) + 2
+    run = mgpu_pipe.train([*given[:-2], f"trainer.max_steps={further}", "logger=none"])
+    assert (run.status, run.step) == ("finished", further)
+    assert run.metrics["step"].tolist() == list(range(1, further + 1))
