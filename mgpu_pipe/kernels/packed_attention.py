@@ -71,20 +71,20 @@ def takes_document_starts(model: Any) -> bool:
     return attention_of(model.config) == NAME
 
 
-def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
+def document_starts(positions: torch.Tensor) -> torch.Tensor:
     """Where the documents of rows laid end to end start; on the CPU nothing waits for a device.
 
     Args:
-        position_ids: shape (rows, tokens); a document begins with every row and wherever they do not go up by one.
+        positions: shape (rows, tokens); a document begins with every row and wherever they do not go up by one.
 
     Returns:
         int32 of shape (1, 1, length of the longest document in units of 512, documents + 1), both rounded up: along the
         last dimension the starts and then the number of all tokens, once or several times, which stands for documents
         without a token. The third dimension is there for its size alone.
     """
-    rows, tokens = position_ids.shape
-    begins = torch.ones_like(position_ids, dtype=torch.bool)
-    begins[:, 1:] = position_ids.diff(dim=-1) != 1
+    rows, tokens = positions.shape
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=-1) != 1
     starts = begins.flatten().nonzero().flatten()
     count = len(starts)
     starts = F.pad(starts, (0, 1 + -count % COUNT_STEP), value=rows * tokens).int()

@@ -136,7 +136,7 @@ def _one(view: RunView, column: str, smooth: bool, name: str = "") -> list[Curve
 
 
 def _compared(
-    views: list[RunView], column: str, labels: list[str], smooth: bool = False, style: Style = "line"
+    views: list[RunView], column: str, told: list[str], smooth: bool = False, style: Style = "line"
 ) -> list[Curve]:
     """One curve a run; runs that measured exactly the same share one, whose label says so."""
     same: dict[tuple[tuple[float, float], ...], list[int]] = {}
@@ -146,10 +146,10 @@ def _compared(
     for measured, runs in same.items():
         first = runs[0]
         equal = " = ".join(str(at + 1) for at in runs)
-        shown = f"{equal} · {labels[first].partition(' · ')[2]}".removesuffix(" · ") if labels else equal
+        shown = f"{equal} · {told[first].partition(' · ')[2]}".removesuffix(" · ") if told else equal
         series = smoothed(list(measured)) if smooth else list(measured)
         label = f"{equal}, held out" if style == "dots" else equal
-        legend = f"{shown}{', identical' if len(runs) > 1 else ''}" if labels else ""
+        legend = f"{shown}{', identical' if len(runs) > 1 else ''}" if told else ""
         curves.append(Curve(label, series, first, style, tuple(f"run{at}" for at in runs), first, legend))
     return curves
 
