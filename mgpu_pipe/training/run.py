@@ -249,7 +249,9 @@ def _sampler(
         alone = strategy.holds_whole_model
         if step % every == 0 and (dist.get_rank() == 0 or not alone):
             forward = strategy.sampling_forward()
-            made = make_samples(config, model, folder, together=not alone, forward=forward)
+            # a compilation for other shapes than the training's would change the training's own
+            with torch.compiler.set_stance("force_eager"):
+                made = make_samples(config, model, folder, together=not alone, forward=forward)
             strategy.sampled()
             if dist.get_rank() == 0:
                 append_samples(paths.samples, step, made)

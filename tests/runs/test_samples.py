@@ -9,6 +9,7 @@ import pytest
 
 from mgpu_pipe.runs.samples_file import append_samples, cut_samples_after, read_samples
 from tests.support.command import column, mgpu, run_folder
+from tests.support.needs import need_torch_compile
 
 BASE = (
     "model=llama_tiny",
@@ -36,6 +37,17 @@ EVERY = "trainer.sample_every_n_steps=2"
 )
 def test_sampling_changes_nothing_of_the_training(cache: Path, tmp_path: Path, strategy: str) -> None:
     words = (*BASE, f"strategy={strategy}", "trainer.devices=2", "trainer.max_steps=8")
+    _compare(cache, tmp_path, words)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_sampling_leaves_compiled_blocks_as_they_are(cache: Path, tmp_path: Path) -> None:
+    need_torch_compile()
+    _compare(cache, tmp_path, (*BASE, "strategy=single", "model.compile=true", "trainer.max_steps=8"))
+
+
+def _compare(cache: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     without, sampled = (run_folder(mgpu(cache, tmp_path, *words, *more)) for more in ((), (EVERY,)))
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert column(sampled, name) == column(without, name)
