@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 FREE_FD = 10
 START = "import os, sys; [os.dup2(int(sys.argv[at]), at + 2) for at in (1, 2)]; os.execvp(sys.argv[3], sys.argv[3:])"
 """The browser reads commands from descriptor 3 and answers on 4."""
