@@ -3,6 +3,7 @@
 # make test-all   the same with the tests that try every case where make test tries some
 # make demos   every shipped experiment whole, some minutes each; the results are in benchmarks/results
 # make test-fast  the tests without those that take long
+# make docs    the documentation as a site in build/docs, warnings are errors; needs Python 3.11 or newer
 # make test-gpu   what needs a GPU, on a machine with one
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ JOBS ?= 2
 
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: train test test-all test-fast test-gpu lint bench demos clean
+.PHONY: train test test-all test-fast test-gpu lint docs bench demos clean
 
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
@@ -33,10 +34,14 @@ test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"
 
 lint: $(DEVELOPMENT)
-	$(BIN)/ruff check mgpu_pipe tests benchmarks examples
-	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks examples
+	$(BIN)/ruff check mgpu_pipe tests benchmarks examples docs
+	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(DEVELOPMENT)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html -d build/doctrees docs build/docs
+	@echo build/docs/index.html
 
 bench: $(BENCHMARKS)
 	$(BIN)/python -m benchmarks

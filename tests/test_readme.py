@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.commands import verb_names
 from tests.support.command import REPOSITORY, environment
-from tests.support.program import run_program
+from tests.support.documented import SHORT, blocks, run
 
 pytestmark = pytest.mark.slow
 
-SHORT = ["data.seq_len=32", "data.validation_max_samples=8", "data.global_batch_size=8"]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.strip().splitlines()]
+COMMANDS = [command for block in blocks(REPOSITORY / "README.md") for command in block.commands]
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +33,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 def test_the_readme_tells_how_to_train_and_test() -> None:
     assert {"make train", "make test"} <= set(COMMANDS)
     assert len(COMMANDS) > 15
-
-
-def run(command: str, cwd: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end, training made short."""
-    program, *words = shlex.split(command)
-    if program == "torchrun":
-        return subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *words, *SHORT],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    assert program == "mgpu-pipe", command
-    verbs = set(verb_names()) - {"train"}
-    return run_program([*words, *([] if words[0] in {*verbs, "--help"} else SHORT)], cwd, environment, 300)
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if not line.startswith("make ")])

@@ -1,0 +1,98 @@
+"""Sphinx's configuration (``make docs``), and the reference pages that are written from the program itself.
+
+A page with a line ``<!-- generated: NAME -->`` gets the tables of keys, or the help of every verb, in its place while
+it is built; nothing generated lies in the repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mgpu_pipe.commands import find_verb, verb_names
+from mgpu_pipe.config.json_schema import INTERPOLATION, json_schema
+
+project = "mgpu_pipe"
+html_title = "mgpu_pipe"
+html_theme = "furo"
+extensions = ["myst_parser"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+nitpicky = True
+
+GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+SUBCOMMANDS = {"checkpoints": ("list", "check", "compare", "prune")}
+Entry = Mapping[str, Any]
+
+
+def keys() -> str:
+    """A section a group, and in it a table of its keys."""
+    properties: Mapping[str, Entry] = json_schema()["properties"]
+    groups = {name: entry for name, entry in properties.items() if "properties" in entry}
+    plain = {name: entry for name, entry in properties.items() if name not in (*groups, "defaults", "hydra")}
+    parts = ["## At the top", _table(_rows("", plain))]
+    for name, entry in groups.items():
+        told = _text(entry["description"]) if "description" in entry else ""
+        parts += [f"## {name}", told, _table(_rows(f"{name}.", entry["properties"]))]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _rows(prefix: str, properties: Mapping[str, Entry]) -> Iterator[tuple[str, ...]]:
+    for name, entry in properties.items():
+        if "properties" in entry:
+            yield from _rows(f"{prefix}{name}.", entry["properties"])
+        else:
+            default = json.dumps(entry["default"]) if "default" in entry else ""
+            yield f"`{prefix}{name}`", _type(entry), f"`{default}`", _text(entry.get("description", ""))
+
+
+def _type(entry: Entry) -> str:
+    if "anyOf" in entry:
+        return " or ".join(_type(arm) for arm in entry["anyOf"] if arm != INTERPOLATION)
+    if "enum" in entry:
+        return ", ".join(f"`{value}`" for value in entry["enum"])
+    kind = str(entry.get("type", "anything"))
+    return f"list of {_type(entry['items'])}" if kind == "array" and "items" in entry else kind
+
+
+def _text(plain: str) -> str:
+    """Plain text as Markdown that shows it."""
+    return re.sub(r"([\\`*_{}\[\]<>$|])", r"\\\1", " ".join(plain.split()))
+
+
+def _table(rows: Iterator[tuple[str, ...]]) -> str:
+    head = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def verbs() -> str:
+    """The help of every verb, as ``mgpu-pipe VERB --help`` prints it."""
+    parts = []
+    for name in verb_names():
+        parts += [f"## {name}", _text(find_verb(name).line)]
+        parts += [
+            f"```text\n{_help(name, *words)}```" for words in ((), *((one,) for one in SUBCOMMANDS.get(name, ())))
+        ]
+    return "\n\n".join(parts)
+
+
+def _help(verb: str, *words: str) -> str:
+    said = io.StringIO()
+    os.environ["COLUMNS"] = "80"
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):  # a subcommand's help ends the program
+        find_verb(verb).run([*words, "--help"])
+    return said.getvalue()
+
+
+def _generate(app: object, page: str, source: list[str]) -> None:
+    parts = {"keys": keys, "verbs": verbs}
+    source[0] = GENERATED.sub(lambda found: parts[found[1]](), source[0])
+
+
+def setup(app: Any) -> None:
+    app.connect("source-read", _generate)

@@ -1,0 +1,104 @@
+"""The documentation: its site builds without a warning, every key is in it, and every command on its pages runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.commands import verb_names
+from mgpu_pipe.config.json_schema import json_schema
+from tests.support.command import REPOSITORY, environment
+from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run
+from tests.support.program import run_program
+
+PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
+WITH_COMMANDS = [page for page in PAGES if any(b.commands or b.shown for b in blocks(REPOSITORY / page))]
+
+
+def keys(properties: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, entry in properties.items():
+        if "properties" in entry:
+            yield from keys(entry["properties"], f"{prefix}{name}.")
+        elif name not in ("defaults", "hydra"):
+            yield prefix + name
+
+
+def test_the_site_builds_and_has_every_key_and_verb(tmp_path: Path) -> None:
+    for package in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(
+            package, reason="the site is built by Sphinx; on Python 3.11 or newer: pip install '.[docs]'"
+        )
+    copy = shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a build leaves nothing in the tree
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html"]
+    done = subprocess.run(
+        [*command, str(copy), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reference = (tmp_path / "site" / "reference" / "keys.html").read_text(encoding="utf-8")
+    shown = set(re.findall(r'<td><p><code[^>]*><span class="pre">([\w.]+)</span></code></p></td>', reference))
+    expected = set(keys(json_schema()["properties"]))
+    assert len(expected) > 100 and shown >= expected, sorted(expected - shown)
+    said = (tmp_path / "site" / "reference" / "verbs.html").read_text(encoding="utf-8")
+    assert all(f"usage: mgpu-pipe {'[train]' if verb == 'train' else verb}" in said for verb in verb_names())
+
+
+def test_pages_are_short_and_their_blocks_are_known() -> None:
+    for page in PAGES:
+        text = (REPOSITORY / page).read_text(encoding="utf-8")
+        assert page == "docs/families.md" or len(text.splitlines()) <= 150, page
+        for block in blocks(REPOSITORY / page):
+            assert block.language != "bash" or block.word in ("", ELSEWHERE), f"{page}: {block.word}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> None:
+    shutil.copytree(corpus, tmp_path / "corpus" / "part")
+    rows = (json.dumps({"text": f"document number {n}, of a few words"}) for n in range(300))
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
+    known = environment(cache)
+    known["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), known["PYTHONPATH"]])
+    for block in blocks(REPOSITORY / page):
+        if block.is_file:
+            (tmp_path / block.word).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / block.word).write_text(block.text)
+        for command in block.commands:
+            if command.startswith("make "):  # tests/test_readme.py
+                continue
+            if block.word == ELSEWHERE:
+                words = ["check", *overrides(command)]
+                done = run_program([*words, "checkpoint.resume=none"], tmp_path, known, 60)
+            else:
+                done = run(command, tmp_path, known)
+            assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        for command, shown in block.shown:
+            done = run(command, tmp_path, known)
+            assert (done.returncode, done.stderr) == (2, shown), command
+
+
+def test_the_messages_that_troubleshooting_quotes_are_those_of_the_program() -> None:
+    page = (REPOSITORY / "docs" / "tasks" / "troubleshooting.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^(`.*)\n: ", page, re.MULTILINE)
+    quoted = [message for term in terms for message in re.findall(r"`([^`]+)`", term)]
+    assert len(quoted) > 10
+    program = "".join(file.read_text(encoding="utf-8") for file in (REPOSITORY / "mgpu_pipe").rglob("*.py"))
+    program = re.sub(r'"\n\s*f?"', "", program)
+    for message in quoted:
+        for piece in re.split(r"\.\.\.|\b[NP]\b", message):
+            assert piece.strip() in program, message
