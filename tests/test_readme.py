@@ -25,8 +25,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A folder with the corpus that the README speaks of."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(corpus, folder / "corpus" / "part")
-    lines = "".join(f'{{"text": "document number {n}, of a few words"}}\n' for n in range(300))
-    (folder / "corpus.jsonl").write_text(lines)
     return folder
 
 
