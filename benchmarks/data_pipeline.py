@@ -81,7 +81,7 @@ def packing_row(mean: float, sigma: float, seq_len: int, documents: int = 1_000_
     mark = time.process_time()
     packs = pack(starts, lengths, seq_len, "best_fit")
     taken = time.process_time() - mark
-    filled = packs.shards.length.sum() / (packs.num_samples * seq_len)
+    filled = packs.pieces.length.sum() / (packs.num_samples * seq_len)
     return [
         f"pack mean {mean:g} sigma {sigma:g} into {seq_len}",
         f"{documents} documents",

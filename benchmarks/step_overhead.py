@@ -25,6 +25,7 @@ from benchmarks.support import finish
 from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, TrainerConfig
+from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.runs.metrics_file import MetricsWriter
@@ -68,6 +69,10 @@ class Batches:
 
 
 class ToyObjective(Objective):
+    @property
+    def batch_spec(self) -> BatchSpec:
+        return BatchSpec({"x": Field(sequence_dim=None, dtype="float32", shape=(32,))})
+
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.model(batch["x"]).square().sum()
 
