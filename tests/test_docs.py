@@ -22,6 +22,8 @@ from tests.support.program import run_program
 
 PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
 WITH_COMMANDS = [page for page in PAGES if any(b.commands or b.shown for b in blocks(REPOSITORY / page))]
+LONG = ("docs/tasks/strategies.md",)
+"""Pages whose commands the matrices of strategies try too."""
 
 
 def keys(properties: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -66,7 +68,9 @@ def test_pages_are_short_and_their_blocks_are_known() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.exhaustive if page in LONG else ()) for page in WITH_COMMANDS]
+)
 def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> None:
     shutil.copytree(corpus, tmp_path / "corpus" / "part")
     rows = (json.dumps({"text": f"document number {n}, of a few words"}) for n in range(300))
