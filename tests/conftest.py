@@ -23,7 +23,9 @@ from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs spoils CUDA for forked programs
 limit_threads(os.environ)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup, which the programs that tests start would inherit
+# Ignored under nohup, and in what a script starts in the background; the programs that tests start would inherit it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
