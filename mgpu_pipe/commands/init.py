@@ -23,7 +23,7 @@ mgpu-pipe ls experiment                     # this folder's experiments stand be
 ```
 
 The options in `conf/` are this project's own: `conf/experiment/first.yaml` is `experiment=first`. They come after the
-shipped ones and need names of their own. Run `mgpu-pipe` in this folder, for it is searched for `conf/`.
+shipped ones and need names of their own. Run `mgpu-pipe` in this folder: it looks for `conf/` there.
 
 `PROJECT/data.py` is a data source, with a key of its own in `PROJECT/keys.py`. Installed, it is there in every folder:
 

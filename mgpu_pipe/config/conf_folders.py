@@ -29,7 +29,7 @@ def conf_dir() -> Path:
 
 
 def own_conf() -> Path | None:
-    """The working folder's ``conf``; None where there is none, or where it is the shipped tree itself.
+    """The working folder's ``conf``; None where that is missing or is the shipped tree.
 
     Raises:
         ConfigErrors: it has files with the names of shipped ones; one line each, with both.

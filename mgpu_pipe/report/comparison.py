@@ -17,7 +17,7 @@ def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
     """The table that compares runs, its cells with what they are sorted by; the best of a column is marked.
 
     Args:
-        links: where each run's own report lies; an empty one is none.
+        links: where each run's own report lies; an empty string where it has none.
     """
     measures = [
         ("loss", [view.final("train/loss") for view in views], partial(numbers.fixed, decimals=4), min),

@@ -127,7 +127,7 @@ def _of_config(paths: RunPaths) -> dict[str, Any]:
 
 
 def _last_row(path: Path) -> dict[str, float]:
-    """The last whole row of a metrics file; empty where there is none."""
+    """The last whole row of a metrics file; an empty dict where the file has no row."""
     try:
         tail = read_end(path, TAIL_BYTES)
         with open(path, "rb") as file:

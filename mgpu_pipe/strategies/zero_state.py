@@ -7,6 +7,7 @@ works with :class:`Fragment` and local shards.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def fragment_shards(name: str, shape: tuple[int, ...], start: int, values: torch
         at += tensor_slice.volume
 
 
-class ZeroState:
+class ZeroState(ABC):
     """A rank's part of the state, over the optimizer that DeepSpeed made; see :mod:`.zero_stages`."""
 
     def __init__(self, zero: Any, fragments: list[Fragment]) -> None:
@@ -63,20 +64,20 @@ class ZeroState:
         wrapped: torch.optim.Optimizer = self.zero.optimizer
         return wrapped
 
+    @abstractmethod
     def masters(self) -> list[torch.Tensor]:
         """The flat fp32 weights of every group, live; also the keys of the optimizer's state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         """The reduced fp32 gradient of every fragment, flat and live, once a step batch's backward passes are
         through.
         """
-        raise NotImplementedError
 
-    def gradients_reduced(self) -> None:
+    def gradients_reduced(self) -> None:  # noqa: B027  not every stage has something to free
         """Free what was reduced; called once a step batch's backward passes are through."""
 
-    def clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:  # noqa: B027  as above
         """Forget the last step batch's gradients, so that a parameter which a step batch does not use has none."""
 
     def clip(self, factor: float) -> None:
@@ -85,9 +86,9 @@ class ZeroState:
         if shown:
             foreach_multiply(shown, factor)
 
+    @abstractmethod
     def weights_written(self) -> None:
         """Update the weights that forward passes use from the masters. A collective call."""
-        raise NotImplementedError
 
     # -- memory -------------------------------------------------------------------------------------------------
 
