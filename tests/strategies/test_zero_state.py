@@ -23,6 +23,12 @@ class OneGroup(ZeroState):
     def masters(self) -> list[torch.Tensor]:
         return [self.flat]
 
+    def gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
+        raise AssertionError("not a part of this test")
+
+    def weights_written(self) -> None:
+        raise AssertionError("not a part of this test")
+
 
 def test_state_of_a_bf16_run_goes_on_in_fp32() -> None:
     state = OneGroup()
