@@ -20,7 +20,7 @@ from mgpu_pipe.api.exceptions import as_exceptions
 from mgpu_pipe.api.run import PathLike, Run
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, concealed
+from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, WorkerError, concealed
 
 if TYPE_CHECKING:
     from mgpu_pipe.checks.notices import Notice
@@ -123,6 +123,10 @@ def launched(composition: Composition, command: Sequence[str]) -> LaunchResult:
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.runs.continue_line import Asked
 
+    launcher = composition.config.launch.type
+    if launcher != "local":
+        fix = "use mgpu-pipe submit, or launch=local to train on this machine"
+        raise ConfigError("launch.type", launcher, fix, "such a run is a job")
     alone = [*composition.flags, *composition.overrides]
     return launch(composition.config, Asked(composition.overrides, command, alone, composition.swept, composition.own))
 

@@ -14,7 +14,7 @@ from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.sections import DATA, OBJECTIVE, SECTIONS
+from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE, SECTIONS
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 
@@ -81,6 +81,7 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
         *_model_choice(config),
         *_attention_errors(config),
         *_missing_paths(config),
+        *(config.launch.errors() if hasattr(config.launch, "errors") else ()),
     ]
 
 
@@ -168,9 +169,10 @@ def _instead(key: str) -> str:
 
 
 def _name_errors(config: RunConfig) -> list[ConfigError]:
-    """Names of data sources and objectives: this package's, or a plug-in's."""
+    """Names of data sources, objectives and launchers: this package's, or a plug-in's."""
     errors = []
-    for section, value in ((DATA, config.data.source), (OBJECTIVE, config.objective.name)):
+    names = ((DATA, config.data.source), (OBJECTIVE, config.objective.name), (LAUNCH, config.launch.type))
+    for section, value in names:
         if value not in section.built_in and value not in (others := plugins.registered(section.code)):
             errors.append(ConfigError(section.chooser, value, choose_from(value, [*section.built_in, *others])))
     metric = config.checkpoint.best_metric
@@ -232,8 +234,8 @@ def _attention_errors(config: RunConfig) -> list[ConfigError]:
 
 def _device_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
     trainer = config.trainer
-    if device_type(config) == "cpu":
-        return []
+    if device_type(config) == "cpu" or (config.launch.type != "local" and not joined):
+        return []  # of a job, its nodes tell
     gpus = usable_gpus()
     if gpus == 0:
         fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"

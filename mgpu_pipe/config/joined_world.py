@@ -13,7 +13,8 @@ LIFELINE_FD = "MGPU_LIFELINE_FD"
 """Set for the workers of a launcher of our own, whose world is not joined but launched."""
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 SLURM_PORTS = (15000, 20000)
-"""First and number of the ports that a SLURM step's number is mapped to, where MASTER_PORT is not given."""
+"""First and number of the ports that the numbers of a SLURM job, its step and its restarts are mapped to, where
+MASTER_PORT is not given."""
 
 
 def existing_world(environment: Mapping[str, str]) -> dict[str, str]:
@@ -102,7 +103,8 @@ def _refused(name: str, text: str, reason: str) -> ConfigError:
 def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
     """torch's variables of an srun task."""
     first_port, ports = SLURM_PORTS
-    job, step = (_number({name: "0", **environment}, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    job, step, restart = (_number({name: "0", **environment}, name, 0) for name in names)
     size, local_size = _slurm_sizes(environment)
     return {
         "RANK": str(_number(environment, "SLURM_PROCID", 0, size - 1)),
@@ -113,7 +115,7 @@ def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": str(
             _number(environment, "MASTER_PORT", 1, 65535)
             if environment.get("MASTER_PORT")
-            else first_port + (job * 31 + step) % ports
+            else first_port + (job * 31 + step + restart * 7) % ports
         ),
     }
 

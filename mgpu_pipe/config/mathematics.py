@@ -98,7 +98,7 @@ KINDS: dict[str, Kind] = {
     "launch": Kind.FREE,
 }
 """By key or section; the longest one that a key begins with decides. Every key of the schema has an entry."""
-OWN = {"data": Kind.CONTENT, "objective": Kind.FIXED, "strategy": Kind.FREE}
+OWN = {"data": Kind.CONTENT, "objective": Kind.FIXED, "strategy": Kind.FREE, "launch": Kind.FREE}
 """Of the keys that a plug-in or an objective declares."""
 
 

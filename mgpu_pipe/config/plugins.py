@@ -19,6 +19,8 @@ OBJECTIVE_GROUP = "mgpu_pipe.objectives"
 OBJECTIVE_KEYS_GROUP = "mgpu_pipe.objective_keys"
 STRATEGY_GROUP = "mgpu_pipe.strategies"
 STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
+LAUNCH_GROUP = "mgpu_pipe.launchers"
+LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
 PAIR_SOURCES = ("pairs_jsonl", "number_words")
 DATA_SOURCES = (
@@ -35,6 +37,7 @@ SAMPLES = {"labelled_jsonl": "labelled_text", **dict.fromkeys(PAIR_SOURCES, "pai
 """The kind of samples that a data source gives; packed text where it is not listed."""
 OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq")
 ENGINES = ("mesh", "deepspeed")
+LAUNCHERS = ("local", "slurm")
 LONGEST = 300
 """Characters of a stranger's message."""
 

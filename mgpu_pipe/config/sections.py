@@ -2,20 +2,21 @@
 
 An installed package declares keys of its own as a dataclass, a subclass of the section's, in a module without torch.
 It names that class in an entry point group, under the name that chooses its code: ``mgpu_pipe.data_keys`` for
-``data.source``, ``mgpu_pipe.strategy_keys`` for ``strategy.engine``. ``mgpu_pipe.objective_keys`` names a
-:class:`~mgpu_pipe.config.objective.Description`, which holds the class and more.
+``data.source``, ``mgpu_pipe.strategy_keys`` for ``strategy.engine``, ``mgpu_pipe.launch_keys`` for ``launch.type``.
+``mgpu_pipe.objective_keys`` names a :class:`~mgpu_pipe.config.objective.Description`, which holds the class and more.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any, cast, get_type_hints
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.objective import description as describe
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, StrategyConfig
+from mgpu_pipe.config.schema import DataConfig, LaunchConfig, ObjectiveConfig, StrategyConfig
 from mgpu_pipe.errors import ConfigError
 
 
@@ -29,6 +30,7 @@ class Section:
         built_in: the names that this project brings.
         code: the entry point group of the plug-ins themselves.
         own: the entry point group of their keys.
+        own_built_in: of built-in names with keys of their own, the module, which imports no torch, and its class.
     """
 
     base: type
@@ -36,6 +38,7 @@ class Section:
     built_in: tuple[str, ...]
     code: str
     own: str
+    own_built_in: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -49,6 +52,9 @@ class Section:
         """
         if self.base is ObjectiveConfig:
             keys = describe(name).keys
+        elif name in self.own_built_in:
+            module, _, cls = self.own_built_in[name].partition(":")
+            keys = getattr(import_module(module), cls)
         elif name in self.built_in or name not in plugins.registered(self.own):
             return self.base
         else:
@@ -65,7 +71,7 @@ class Section:
 
     def all_keys(self) -> dict[str, type]:
         """The dataclass of every name that declares one."""
-        built_in = self.built_in if self.base is ObjectiveConfig else ()
+        built_in = self.built_in if self.base is ObjectiveConfig else tuple(self.own_built_in)
         return {name: self.keys(name) for name in (*built_in, *plugins.registered(self.own))}
 
     def owners(self, key: str) -> list[str]:
@@ -80,7 +86,15 @@ OBJECTIVE = Section(
 STRATEGY = Section(
     StrategyConfig, "strategy.engine", plugins.ENGINES, plugins.STRATEGY_GROUP, plugins.STRATEGY_KEYS_GROUP
 )
-SECTIONS: dict[type, Section] = {section.base: section for section in (DATA, OBJECTIVE, STRATEGY)}
+LAUNCH = Section(
+    LaunchConfig,
+    "launch.type",
+    plugins.LAUNCHERS,
+    plugins.LAUNCH_GROUP,
+    plugins.LAUNCH_KEYS_GROUP,
+    {"slurm": "mgpu_pipe.launch.slurm_keys:SlurmConfig"},
+)
+SECTIONS: dict[type, Section] = {section.base: section for section in (DATA, OBJECTIVE, STRATEGY, LAUNCH)}
 
 
 @functools.lru_cache(maxsize=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -23,7 +24,7 @@ from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, MgpuError, WorkerError
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.distributed import World
@@ -36,7 +37,7 @@ from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
-from mgpu_pipe.runs.continue_line import Asked, joined_start, line_for
+from mgpu_pipe.runs.continue_line import Asked, joined_start
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
 from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
@@ -47,12 +48,15 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
 
 OFFER, PREPARED = "offer", "prepared"
+LOOK_S = 0.02
+"""Between two looks at the store."""
 
 
 def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchResult:
     """Train as one rank of the ``joined`` world; returns, or ends the process on an error while training.
 
-    A stopped run ends with exit code 0, because torchrun takes any other for a crash; the summary says ``stopped``.
+    A stopped run ends with exit code 0 where torchrun started it, which takes any other for a crash (the summary says
+    ``stopped``); else on rank 0 with 75, which is then the step's.
 
     Raises:
         BadInputError: the configuration does not fit the world or is not the other ranks', or the run cannot start.
@@ -67,20 +71,17 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
     threads = choose_threads(config, world.local_world_size)
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
     with ExitStack() as resources:
-        store = _rendezvous(config)
-        shared = (
-            _plan_on_rank_zero(config, world, asked, store, resources)
-            if world.rank == 0
-            else _plan_from_rank_zero(config, store)
-        )
+        store = rendezvous(config)
+        shared, _ = agree(config, world, asked, store, resources)
         paths = RunPaths(Path(shared.folder))
         if not shared.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
-        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, resources, started, asked.alone)
+        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, resources, started, asked)
         if world.rank == 0:
             outcome = Outcome(status, EXIT_OK, shared.attempt)
-            finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked.alone, paths))
-    return LaunchResult(status, EXIT_OK, paths.root)
+            finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
+    told = status == "stopped" and world.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+    return LaunchResult(status, EXIT_STOPPED if told else EXIT_OK, paths.root)
 
 
 def check_world(config: RunConfig, world: World) -> None:
@@ -95,7 +96,7 @@ def check_world(config: RunConfig, world: World) -> None:
 
 
 @dataclass(frozen=True)
-class _SharedPlan:
+class SharedPlan:
     """What rank 0 decided for all."""
 
     folder: str
@@ -106,19 +107,33 @@ class _SharedPlan:
     """False where the run is complete already."""
 
 
-def _rendezvous(config: RunConfig) -> Store:
+def rendezvous(config: RunConfig) -> Store:
     """The store of the joined world."""
     from torch.distributed import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
+    from torch.distributed.rendezvous import rendezvous as meet
 
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=config.launch.collective_timeout)))
+    store, _, _ = next(meet("env://", timeout=timedelta(seconds=config.launch.collective_timeout)))
     # torchrun's own store outlives its workers: what was told before a restart must not be heard after it
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def agree(
+    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack
+) -> tuple[SharedPlan, RunLock | None]:
+    """What rank 0 decides, and, on rank 0, the lock of the run's folder, which ``resources`` give back.
+
+    Raises:
+        BadInputError: the run cannot start, or this process has another configuration than rank 0.
+        SystemExit: rank 0 could not start the run.
+    """
+    if world.rank == 0:
+        return _plan_on_rank_zero(config, world, asked, store, resources)
+    return _plan_from_rank_zero(config, store), None
+
+
 def _plan_on_rank_zero(
     config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack
-) -> _SharedPlan:
+) -> tuple[SharedPlan, RunLock]:
     """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that no rank waits for it."""
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
@@ -129,16 +144,16 @@ def _plan_on_rank_zero(
         store.set(OFFER, json.dumps({"exit_code": error.exit_code}))
         raise
     store.set(OFFER, json.dumps(asdict(shared)))
-    return shared
+    return shared, lock
 
 
-def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> _SharedPlan:
+def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> SharedPlan:
 
     paths, launch = folder.paths, _this_launch()
     folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
         finish.say_complete(paths)
-        return _SharedPlan(str(paths.root), config_hash(config), "", record.next_attempt(paths), train=False)
+        return SharedPlan(str(paths.root), config_hash(config), "", record.next_attempt(paths), train=False)
     folder = record.begin(folder, config, asked.overrides, asked.command, launch)
     attempt = record.next_attempt(paths)
     finish.say_note(folder.note)
@@ -158,16 +173,16 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)
-    return _SharedPlan(str(paths.root), config_hash(config), str(step or ""), attempt, train=True)
+    return SharedPlan(str(paths.root), config_hash(config), str(step or ""), attempt, train=True)
 
 
-def _plan_from_rank_zero(config: RunConfig, store: Store) -> _SharedPlan:
+def _plan_from_rank_zero(config: RunConfig, store: Store) -> SharedPlan:
     """The other ranks: take rank 0's decisions, if it read the same configuration."""
-    store.wait([OFFER], timedelta(days=1))  # the data may have to be prepared first
+    wait_for(store, [OFFER])  # the data may have to be prepared first
     told = json.loads(store.get(OFFER))
     if "exit_code" in told:
         raise SystemExit(told["exit_code"])  # rank 0 has said why
-    shared = _SharedPlan(**told)
+    shared = SharedPlan(**told)
     if shared.config_hash != config_hash(config):
         fix = "give every node the same command and the same version of the files"
         reason = f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ"
@@ -176,13 +191,7 @@ def _plan_from_rank_zero(config: RunConfig, store: Store) -> _SharedPlan:
 
 
 def _train(
-    world: World,
-    paths: RunPaths,
-    store: Store,
-    shared: _SharedPlan,
-    resources: ExitStack,
-    started: float,
-    alone: Sequence[str],
+    world: World, paths: RunPaths, store: Store, shared: SharedPlan, resources: ExitStack, started: float, asked: Asked
 ) -> str:
     """Train; an error is reported and ends this process, because the other ranks may never arrive.
 
@@ -199,7 +208,7 @@ def _train(
         text_log = io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", write_through=True)
         sys.stderr = cast(TextIO, LiveStream(text_log, os.dup(2)))
         try:
-            prepared, peers = _prepare_on_every_node(world, config, paths, store)
+            prepared, peers = prepare_on_every_node(world, config, paths, store)
             resume = Path(shared.resume) if shared.resume else None
             result = train_in(world, config, paths, prepared, store, resume=resume)
         except BaseException as raised:
@@ -207,7 +216,7 @@ def _train(
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
-                finish.conclude(config, paths, outcome, time.monotonic() - started, _again(alone, paths))
+                finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
             resources.close()
             leave_error(paths, error, world.rank)
         finally:
@@ -231,7 +240,7 @@ def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -
     return error
 
 
-def _prepare_on_every_node(
+def prepare_on_every_node(
     world: World, config: RunConfig, paths: RunPaths, store: Store
 ) -> tuple[Prepared, dict[int, str]]:
     """The data on this node, made ready once where the node does not share rank 0's cache; a collective call.
@@ -255,7 +264,7 @@ def _prepare_on_every_node(
         raise
     finally:
         store.set(f"{PREPARED}/{world.rank}", json.dumps(said))
-    store.wait([f"{PREPARED}/{rank}" for rank in range(world.world_size)], timedelta(days=1))
+    wait_for(store, [f"{PREPARED}/{rank}" for rank in range(world.world_size)])
     peers = {}
     for rank in range(world.world_size):
         there = json.loads(store.get(f"{PREPARED}/{rank}"))
@@ -265,8 +274,22 @@ def _prepare_on_every_node(
     return prepared, peers
 
 
-def _again(alone: Sequence[str], paths: RunPaths) -> str:
-    return line_for(alone, paths.root, start=joined_start())
+def _again(asked: Asked, paths: RunPaths) -> str:
+    return asked.line(paths.root, start=joined_start())
+
+
+def wait_for(store: Store, keys: Sequence[str], timeout: float = math.inf) -> bool:
+    """Wait until all ``keys`` are there, without a time-out of the store's, and open to signals meanwhile.
+
+    Returns:
+        False after ``timeout`` seconds.
+    """
+    until = time.monotonic() + timeout
+    while not store.check(list(keys)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK_S)
+    return True
 
 
 def _this_launch() -> str:

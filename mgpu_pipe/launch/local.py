@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,13 @@ from mgpu_pipe.launch.resume import announce_resume, resume_step
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.workers import RESUME, WorkerGroup, WorkerPlan, worker_environment
+from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
-from mgpu_pipe.runs.continue_line import Asked, line_for
+from mgpu_pipe.runs.continue_line import Asked
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
 from mgpu_pipe.runs.lock import RunLock
-
-WORKER = ("-m", "mgpu_pipe.launch.worker")
 
 
 def launch(config: RunConfig, asked: Asked) -> LaunchResult:
@@ -48,8 +46,9 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
     prepare_extensions(config)
     if joined:
         from mgpu_pipe.launch.join import join
+        from mgpu_pipe.launch.node import is_node, launch_node
 
-        return join(joined, config, asked)
+        return (launch_node if is_node(joined, config) else join)(joined, config, asked)
     if config.trainer.num_nodes > 1:
         fix, reason = "start it on every node, by srun or torchrun", "this command starts workers on one machine only"
         raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, reason)
@@ -75,7 +74,7 @@ def _launch(config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Ask
             except BadInputError:
                 folder.discard()
                 raise
-            return _finish(config, folder.paths, outcome, time.monotonic() - started, asked.alone)
+            return _finish(config, folder.paths, outcome, time.monotonic() - started, asked)
     except StoppedBeforeTraining:
         return _stopped_before_training(config, folder, asked)
 
@@ -131,12 +130,12 @@ def _stopping(lock: RunLock) -> None:
     lock.stopping()
 
 
-def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, alone: Sequence[str]) -> LaunchResult:
+def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, asked: Asked) -> LaunchResult:
     if outcome.failure is not None:
         print(outcome.failure.show(), file=sys.stderr, flush=True)
     if outcome.message:
         print(f"error: {outcome.message}", file=sys.stderr, flush=True)
-    finish.conclude(config, paths, outcome, wall_s, line_for(alone, paths.root))
+    finish.conclude(config, paths, outcome, wall_s, asked.line(paths.root))
     return LaunchResult(outcome.status, outcome.exit_code, paths.root)
 
 
@@ -146,7 +145,7 @@ def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked)
     if not folder.paths.config.exists():
         record.begin(folder, config, asked.overrides, asked.command)
     print("stopped before training began; there was nothing to save", file=sys.stderr)
-    print(f"go on: {line_for(asked.alone, root)}")
+    print(f"go on: {asked.line(root)}")
     print(f"run: {root}", flush=True)
     return LaunchResult("stopped", EXIT_STOPPED, root)
 

@@ -17,6 +17,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
 
+WORKER = ("-m", "mgpu_pipe.launch.worker")
 HOST = "127.0.0.1"
 STORE_FD = "MGPU_STORE_FD"
 ATTEMPT = "MGPU_ATTEMPT"
@@ -54,11 +55,14 @@ class WorkerPlan:
 
     Attributes:
         argv: the worker's command; a list, never a shell string.
-        world_size: workers, all on this host.
+        world_size: workers, on all nodes.
         paths: the run's folder.
         environment: variables over the launcher's own.
         live_fd: where rank 0's standard error is shown as well; None shows it nowhere.
         inherited_fds: descriptors every worker keeps open (the run's lock).
+        first_rank, here: of the workers that this node starts, the first one's rank and their number; None: all.
+        address: of this node, where the workers meet; another node's rank 0 listens at ``port`` of it.
+        port: of rank 0, where another node starts it.
     """
 
     argv: Sequence[str]
@@ -67,6 +71,15 @@ class WorkerPlan:
     environment: Mapping[str, str] = field(default_factory=dict)
     live_fd: int | None = None
     inherited_fds: tuple[int, ...] = ()
+    first_rank: int = 0
+    here: int | None = None
+    address: str = HOST
+    port: int | None = None
+
+    @property
+    def ranks(self) -> range:
+        """Those that this node starts."""
+        return range(self.first_rank, self.first_rank + (self.here or self.world_size))
 
     def with_environment(self, more: Mapping[str, str]) -> WorkerPlan:
         return replace(self, environment={**self.environment, **more})
@@ -84,13 +97,17 @@ class WorkerGroup:
         self._orphan_guard = OrphanGuard()
         parent_death.keep_from_forks(self._orphan_guard.fd)
         plan.paths.logs.mkdir(exist_ok=True)
-        for left_over in plan.paths.logs.glob("rank-*.error.json"):
-            left_over.unlink()
+        for rank in plan.ranks:
+            plan.paths.rank_error(rank).unlink(missing_ok=True)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as store:
-            store.bind((HOST, 0))  # listening from here on: no other process can take the port
-            store.listen(max(128, plan.world_size))
+            if plan.port is None:
+                # listening from here on: no other process can take the port
+                store.bind((HOST if plan.address == HOST else "", 0))
+                store.listen(max(128, plan.world_size))
+            self.port = plan.port or store.getsockname()[1]
+            """Where rank 0 listens."""
             try:
-                for rank in range(plan.world_size):
+                for rank in plan.ranks:
                     self._start(plan, rank, store)
             except BaseException:
                 self.kill()
@@ -107,12 +124,12 @@ class WorkerGroup:
             **os.environ,
             **plan.environment,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(rank - plan.first_rank),
             "WORLD_SIZE": str(plan.world_size),
-            "LOCAL_WORLD_SIZE": str(plan.world_size),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(store.getsockname()[1]),
+            "LOCAL_WORLD_SIZE": str(len(plan.ranks)),
+            "GROUP_RANK": str(rank // len(plan.ranks)),
+            "MASTER_ADDR": plan.address,
+            "MASTER_PORT": str(self.port),
             ATTEMPT: str(self.attempt),
             parent_death.LAUNCHER_PID: str(os.getpid()),
             LIFELINE_FD: str(read_fd),

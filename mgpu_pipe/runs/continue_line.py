@@ -26,6 +26,7 @@ class Asked:
         alone: flags and overrides that start this very run, for a point of a sweep without the sweep.
         swept: the overrides by which a point of a sweep differs from the others; none where there is no sweep.
         own: the options that ``./conf`` of the working folder brought.
+        again: the command that continues the run, where it is not that of :func:`line_for`.
     """
 
     overrides: Sequence[str]
@@ -33,6 +34,11 @@ class Asked:
     alone: Sequence[str] = ()
     swept: Sequence[str] = ()
     own: Sequence[str] = ()
+    again: Sequence[str] = ()
+
+    def line(self, folder: Path, start: Sequence[str] = ()) -> str:
+        """The command that continues the run in ``folder``; ``start`` as of :func:`line_for`."""
+        return shlex.join(self.again) if self.again else line_for(self.alone, folder, start)
 
 
 def line_for(alone: Sequence[str], folder: Path, start: Sequence[str] = ()) -> str:

@@ -22,7 +22,7 @@ from mgpu_pipe.data.cache import locked
 from mgpu_pipe.data.text.prepare import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.join import _prepare_on_every_node, _with_its_cause, check_world
+from mgpu_pipe.launch.join import _with_its_cause, check_world, prepare_on_every_node
 from mgpu_pipe.launch.worker import NODE_LOCK
 from mgpu_pipe.launch.workers import is_stopped
 from mgpu_pipe.runs.lock import process_identity
@@ -166,7 +166,7 @@ class Node:
 
         def prepare_here() -> None:
             try:
-                self.made, _ = _prepare_on_every_node(World(rank, 0, 2, 1, "127.0.0.1", 0), config, paths, store)
+                self.made, _ = prepare_on_every_node(World(rank, 0, 2, 1, "127.0.0.1", 0), config, paths, store)
             except BaseException as error:
                 self.error = error
 

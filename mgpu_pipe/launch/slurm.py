@@ -1,0 +1,192 @@
+"""Submitting a run to SLURM: its folder, frozen on the login node, its batch script, and ``sbatch``. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.replace_file import replace_file
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.launch.slurm_keys import SlurmConfig
+from mgpu_pipe.launch.slurm_script import batch_script, gpus_per_node
+from mgpu_pipe.runs import folder as run_folder
+from mgpu_pipe.runs import record
+from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.runs.lock import RunLock
+
+SCRIPT = "job.sh"
+"""The batch script, in the run's folder: ``sbatch`` of it queues the run again."""
+JOB = "slurm.json"
+"""In the run's folder: the job that the run was submitted as."""
+REFUSED = {
+    "partition": ("launch.partition", "use one of those that sinfo lists"),
+    "account": ("launch.account", "ask the cluster's people which account is yours"),
+    "qos": ("launch.qos", "ask the cluster's people which of them you may use"),
+    "reservation": ("launch.reservation", "use one of those that scontrol show reservation lists"),
+    "feature": ("launch.constraint", "use features that sinfo --Format=features lists"),
+    "time limit": ("launch.time", "use less, or another partition"),
+    "node name": ("launch.nodelist", "use nodes that sinfo lists"),
+    "gres": ("launch.gpus", "ask for GPUs that sinfo --Format=gres lists"),
+    "node configuration": (
+        "launch.gpus",
+        "ask for what the partition's nodes have (sinfo --Format=nodes,gres,cpus,memory)",
+    ),
+    "node count": ("trainer.num_nodes", "use no more nodes than the partition has"),
+    "more processors": ("launch.cpus", "ask for what the partition's nodes have"),
+    "memory specification": ("launch.memory", "ask for what the partition's nodes have"),
+}
+"""What SLURM's refusals speak of: the key and the fix."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that SLURM took; ``job`` is its number, the number of the array for a sweep."""
+
+    job: str
+    folder: Path
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """``config`` as it holds on the nodes: ``trainer.devices`` a number, which this machine's GPUs do not tell.
+
+    Raises:
+        ConfigError: nothing says how many.
+    """
+    launch, trainer = config.launch, config.trainer
+    assert isinstance(launch, SlurmConfig)
+    if trainer.devices != "auto":
+        return config
+    if config.strategy.name == "single" or (trainer.accelerator == "cpu" and launch.gpus == "auto"):
+        devices = 1
+    elif isinstance(launch.gpus, int) and launch.gpus:
+        devices = launch.gpus
+    else:
+        fix = "give the number of processes a node"
+        raise ConfigError("trainer.devices", "auto", fix, "this machine does not tell what the job's nodes have")
+    return replace(config, trainer=replace(trainer, devices=devices))
+
+
+def check_commands() -> None:
+    """Refuse to go on without SLURM's commands."""
+    if shutil.which("sbatch") is None:
+        fix = "submit from a login node of the cluster, or use launch=local"
+        raise ConfigError("launch.type", "slurm", fix, "there is no sbatch on this machine")
+
+
+def submit(config: RunConfig, asked: Asked) -> Submitted:
+    """Freeze the run's folder and hand the run to SLURM.
+
+    Args:
+        config: settled and checked.
+
+    Raises:
+        BadInputError: the folder cannot be used, or SLURM refuses the job; nothing of this run is left then.
+    """
+    check_commands()
+    folder = run_folder.choose_folder(config, swept=asked.swept)
+    with RunLock(folder.paths.lock):
+        folder = run_folder.settle(folder, config, asked.alone)
+        paths = folder.paths
+        if "\\" in str(paths.root) or not str(paths.root).isprintable():
+            key, value = ("run.root", config.run.root) if config.run.dir is None else ("run.dir", config.run.dir)
+            reason = "SLURM cannot write a log there"
+            raise ConfigError(key, value, "use a folder without backslashes and control characters", reason)
+        if run_folder.completed(folder, config):
+            raise ConfigError(
+                "trainer.max_steps", config.trainer.max_steps, "raise it to go on", "this run is complete"
+            )
+        _refuse_queued(paths)
+        folder = record.begin(folder, config, asked.overrides, asked.command)
+        try:
+            with run_folder.writing_to(paths.root):
+                paths.logs.mkdir(exist_ok=True)
+                script = write_script(config, paths.root, asked.command)
+            job = sbatch(config, script)
+        except BadInputError:
+            folder.discard()
+            raise
+        replace_file(paths.root / JOB, json.dumps({"job": job, "submitted": time.time()}) + "\n")
+    return Submitted(job, paths.root)
+
+
+def write_script(config: RunConfig, folder: Path, command: Sequence[str], array: int = 0) -> Path:
+    """Write :func:`batch_script` into ``folder``.
+
+    Raises:
+        ConfigError: bash cannot read it, because of a set-up line.
+    """
+    script = folder / SCRIPT
+    script.write_text(batch_script(config, folder, config.run.name, command, array), encoding="utf-8")
+    script.chmod(0o755)
+    read = subprocess.run(["bash", "-n", str(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if read.returncode:
+        assert isinstance(config.launch, SlurmConfig)
+        reason = f"bash cannot read it ({read.stderr.strip().splitlines()[0].removeprefix(f'{script}: ')})"
+        raise ConfigError("launch.setup", " ".join(config.launch.setup), "correct its quotes", reason)
+    return script
+
+
+def sbatch(config: RunConfig, script: Path) -> str:
+    """Submit; returns the job's number.
+
+    Raises:
+        ConfigError: SLURM refuses it, with the key that it speaks of.
+        BadInputError: SLURM cannot be reached, or says something else.
+    """
+    # what an enclosing job says of itself is not for this one
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
+    done = subprocess.run(
+        ["sbatch", "--parsable", str(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
+    )
+    if done.returncode == 0:
+        return done.stdout.strip().partition(";")[0]
+    lines = [line.partition("error: ")[2] or line for line in done.stderr.strip().splitlines()]
+    said = " ".join(lines) or f"exit code {done.returncode}"
+    for word, (key, fix) in REFUSED.items():
+        if word in said.lower():
+            section, name = key.split(".")
+            value = getattr(getattr(config, section), name)
+            raise ConfigError(key, _asked_gpus(config) if key == "launch.gpus" else value, fix, f"SLURM says: {said}")
+    raise BadInputError(
+        f"sbatch: {said}; nothing was submitted (the script is read by: mgpu-pipe submit --dry-run ...)"
+    )
+
+
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_EXIT_ERROR")
+
+
+def _asked_gpus(config: RunConfig) -> int:
+    assert isinstance(config.launch, SlurmConfig)
+    return gpus_per_node(config, config.launch)
+
+
+def job_of(folder: Path) -> str:
+    """The number of the job that a run was submitted as last; empty where it never was."""
+    try:
+        return str(json.loads((folder / JOB).read_text(encoding="utf-8"))["job"])
+    except (OSError, ValueError, KeyError):
+        return ""
+
+
+def _refuse_queued(paths: RunPaths) -> None:
+    """A run has one job at a time."""
+    job = job_of(paths.root)
+    if not job:
+        return
+    queued = subprocess.run(
+        ["squeue", "--noheader", f"--jobs={job}", "--format=%T"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    states = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED", "RESIZING"}
+    if queued.returncode == 0 and states & set(queued.stdout.split()):
+        raise BadInputError(f"{paths.root}: this run is queued or running as job {job}; cancel it first: scancel {job}")

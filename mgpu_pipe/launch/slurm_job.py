@@ -1,0 +1,70 @@
+"""A task of a job's step: ``srun python -m mgpu_pipe.launch.slurm_job <run folder>``.
+
+It reads the configuration that was frozen when the job was submitted, and composes nothing. Exit code 75 asks the batch
+script to queue the job again; so do signals that end a task.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from mgpu_pipe.launch import stop
+
+
+def main(folder: Path) -> int:
+    """Run, or go on with, the run in ``folder``; returns the exit code."""
+    stop.leave_until_a_run_begins()
+    from mgpu_pipe.config.threads import limit_threads
+
+    limit_threads(os.environ)  # before torch is imported
+    from mgpu_pipe.errors import MgpuError, print_error
+
+    try:
+        return _run(folder)
+    except MgpuError as error:
+        print_error(error)
+        return error.exit_code
+
+
+def _run(folder: Path) -> int:
+    from mgpu_pipe.checks.preflight import preflight
+    from mgpu_pipe.config.freeze import load
+    from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.errors import RunFolderError
+    from mgpu_pipe.launch.composed import find_own_classes
+    from mgpu_pipe.launch.local import launch
+    from mgpu_pipe.launch.slurm import SCRIPT
+    from mgpu_pipe.runs.continue_line import Asked
+    from mgpu_pipe.runs.newest import recorded
+
+    paths = RunPaths(folder)
+    if not paths.config.is_file():
+        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        fix = "set run.root to a folder of a file system that the compute nodes share with the login node"
+        raise RunFolderError(f"{folder}: node {node} does not see the run's folder; {fix}")
+    find_own_classes()
+    config = load(paths.config)
+    config = replace(
+        config, run=replace(config.run, dir=str(folder)), checkpoint=replace(config.checkpoint, resume="auto")
+    )
+    preflight(config)
+    asked = Asked(
+        overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
+        command=[str(word) for word in _listed(recorded(folder).get("command"))],
+        again=["sbatch", str(folder / SCRIPT)],
+    )
+    return launch(config, asked).exit_code
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+if __name__ == "__main__":
+    from mgpu_pipe.launch.process_exit import exit_now
+
+    exit_now(main(Path(sys.argv[1])))

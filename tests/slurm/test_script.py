@@ -1,0 +1,190 @@
+"""The batch script and what is refused before SLURM sees it; no cluster needed. Oracle: bash and shlex read it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mgpu_pipe
+from mgpu_pipe.commands.submit import submit
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.launch import slurm
+from mgpu_pipe.launch.slurm_keys import SlurmConfig
+from mgpu_pipe.launch.slurm_script import batch_script
+from mgpu_pipe.runs.continue_line import Asked
+
+HARD = '/shared/it\'s 50% "of" $HOME'
+
+
+def configured(*words: str) -> RunConfig:
+    return compose(["launch=slurm", "trainer.max_steps=1", "trainer.devices=2", "trainer.num_nodes=2", *words])[0]
+
+
+def script(*words: str, folder: str = HARD) -> str:
+    return batch_script(configured(*words), Path(folder), "name", ["mgpu-pipe", "submit", "a b"])
+
+
+def options(text: str) -> dict[str, str]:
+    """The #SBATCH lines, as a shell would read them."""
+    words = [shlex.split(line.removeprefix("#SBATCH ")) for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert all(len(each) == 1 for each in words), words
+    return {name: value for name, _, value in (each[0].removeprefix("--").partition("=") for each in words)}
+
+
+def step(text: str) -> list[str]:
+    return shlex.split(next(line for line in text.splitlines() if line.startswith("srun ")))
+
+
+def test_what_is_asked_for_stands_in_the_script() -> None:
+    asked = options(
+        script(
+            "launch.partition=gpu",
+            "launch.account=us",
+            "launch.qos=long",
+            "launch.time=2-00:00:00",
+            "launch.warning_s=300",
+            "launch.gpus=2",
+            "launch.gpu_type=h100",
+            "launch.cpus=8",
+            "launch.memory=64G",
+            "launch.constraint='a&b'",
+            "launch.nodelist='n[1-2]'",
+            "launch.exclude=n3",
+            "launch.exclusive=true",
+            "launch.reservation=tuesday",
+            "launch.sbatch=['--mail-type=END']",
+        )
+    )
+    assert asked == {
+        "job-name": "name",
+        "output": HARD.replace("%", "%%") + "/logs/slurm-%j.log",
+        "open-mode": "append",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "cpus-per-task": "16",
+        "gpus-per-node": "h100:2",
+        "mem": "64G",
+        "time": "2-00:00:00",
+        "signal": "USR1@300",
+        "partition": "gpu",
+        "account": "us",
+        "qos": "long",
+        "constraint": "a&b",
+        "nodelist": "n[1-2]",
+        "exclude": "n3",
+        "reservation": "tuesday",
+        "comment": HARD,
+        "requeue": "",
+        "exclusive": "",
+        "mail-type": "END",
+    }
+
+
+def test_a_task_is_a_node_or_a_worker() -> None:
+    node, worker = (script(f"launch.tasks={tasks}", "launch.cpus=3") for tasks in ("node", "gpu"))
+    assert [options(text)["ntasks-per-node"] for text in (node, worker)] == ["1", "2"]
+    assert [options(text)["cpus-per-task"] for text in (node, worker)] == ["6", "3"]
+    assert "--cpus-per-task=6" in step(node) and "--cpus-per-task=3" in step(worker)
+
+
+def test_no_gpus_are_asked_for_on_cpu_and_as_many_as_workers_on_cuda() -> None:
+    assert "gpus-per-node" not in options(script("trainer.accelerator=cpu"))
+    assert options(script("trainer.accelerator=cuda"))["gpus-per-node"] == "2"
+
+
+def test_set_up_lines_and_the_folder_reach_the_shell_as_they_are(tmp_path: Path) -> None:
+    """Run by bash, with a stand-in for srun that shows its words."""
+    folder = tmp_path / HARD.strip("/")
+    folder.mkdir(parents=True)
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\necho "$WHERE"\nexit 3\n')
+    (tools / "srun").chmod(0o755)
+    setup = f"export WHERE={shlex.quote(HARD)}"
+    config = configured()
+    assert isinstance(config.launch, SlurmConfig)
+    config.launch.setup = [f"export PATH={shlex.quote(str(tools))}:$PATH", setup]
+    slurm.write_script(config, folder, ["mgpu-pipe", "submit"])
+    done = subprocess.run([folder / slurm.SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 3
+    lines = done.stdout.splitlines()
+    assert lines[-5:] == [sys.executable, "-m", "mgpu_pipe.launch.slurm_job", str(folder), HARD]
+
+
+def test_a_set_up_line_that_bash_cannot_read_is_refused(tmp_path: Path) -> None:
+    config = configured("launch.setup=['source \"/a b']")
+    with pytest.raises(ConfigError, match=r'launch.setup=source "/a b: bash cannot read it .*; correct its quotes'):
+        slurm.write_script(config, tmp_path, [])
+
+
+def test_containers() -> None:
+    apptainer = step(script("launch.container=a.sif", "launch.container_mounts=['/data:/data']"))
+    at = apptainer.index("apptainer")
+    assert apptainer[at : at + 3] == ["apptainer", "exec", "--nv"] and "--bind=/data:/data" in apptainer
+    assert f"--bind={HARD}:{HARD}" in apptainer
+    assert apptainer[apptainer.index("a.sif") + 1] == "python3"
+    pyxis = step(script("launch.container=nvcr.io/x", "launch.container_by=pyxis"))
+    assert "--container-image=nvcr.io/x" in pyxis and "apptainer" not in pyxis
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["launch.partition='a\nb'"], "launch.partition", "one line"),
+        (["launch.setup=['a\nb']"], "launch.setup", "one line"),
+        (["launch.sbatch=['x']"], "launch.sbatch", "write an option"),
+        (["launch.time=12h"], "launch.time", "hours:minutes"),
+        (["launch.time=0:01:00"], "launch.time", "more than 120 s"),
+        (["launch.gpus=-1"], "launch.gpus", "at least 0"),
+        (["launch.array_limit=0"], "launch.array_limit", "at least 1"),
+    ],
+)
+def test_bad_values_are_refused_by_their_key(words: list[str], key: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        mgpu_pipe.check(["launch=slurm", "model=llama_tiny", "trainer.max_steps=1", *words])
+    assert caught.value.key == key and said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_train_does_not_start_a_job(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch.type=slurm: .*; use mgpu-pipe submit, or launch=local"):
+        mgpu_pipe.train(["launch=slurm", "model=llama_tiny", "trainer.max_steps=1", f"run.root={tmp_path}/runs"])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_submit_wants_a_scheduler_and_one_run() -> None:
+    words = ["model=llama_tiny", "trainer.max_steps=1"]
+    with pytest.raises(ConfigError, match=r"launch.type=local: submit hands runs to a scheduler; use launch=slurm"):
+        submit(words)
+    with pytest.raises(BadInputError, match=r"submits one run; a sweep is mgpu-pipe -m hydra/launcher=slurm"):
+        submit([*words, "launch=slurm", "-m", "seed=1,2"])
+
+
+def test_without_sbatch_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    config = configured(f"run.root={tmp_path}/runs")
+    with pytest.raises(ConfigError, match=r"launch.type=slurm: there is no sbatch on this machine"):
+        slurm.submit(config, Asked([], []))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_workers_must_be_counted_before_the_job_has_nodes() -> None:
+    def devices(*words: str) -> object:
+        return slurm.settled(compose(["launch=slurm", "trainer.max_steps=1", *words])[0]).trainer.devices
+
+    assert devices("strategy=ddp", "trainer.devices=3") == 3
+    assert devices("strategy=ddp", "launch.gpus=4") == 4
+    assert devices("strategy=single", "launch.gpus=4") == 1
+    assert devices("strategy=ddp", "trainer.accelerator=cpu") == 1
+    with pytest.raises(ConfigError, match=r"trainer.devices=auto: this machine does not tell"):
+        devices("strategy=ddp")
+
+
+def test_composing_names_an_unknown_key() -> None:
+    with pytest.raises(ConfigErrors, match=r"launch.partitoin=x: no such key; did you mean launch.partition\?"):
+        compose(["launch=slurm", "launch.partitoin=x"])
