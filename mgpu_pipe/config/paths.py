@@ -57,6 +57,11 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def attempts(self) -> Path:
+        """The history of a job's attempts (:mod:`mgpu_pipe.runs.history`)."""
+        return self.root / "attempts.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

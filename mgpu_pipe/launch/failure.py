@@ -66,7 +66,7 @@ class Failure:
     @property
     def can_be_retried(self) -> bool:
         """Whether a restart can help: not where the input is wrong, the loss became NaN, or the disk is full."""
-        return self.exit_code != EXIT_BAD_INPUT and self.type not in NOT_RETRIED
+        return can_be_retried(self.type, self.exit_code)
 
     def show(self) -> str:
         """One line for an error that names its fix; else the traceback's end, the rank and its log."""
@@ -75,6 +75,11 @@ class Failure:
         lines = self.traceback.rstrip().splitlines()
         tail = lines if len(lines) <= TAIL_LINES else ["  ...", *lines[-TAIL_LINES:]]
         return "\n".join([*tail, f"error: rank {self.rank} failed first: {self.message} (log: {self.log})"])
+
+
+def can_be_retried(kind: str, exit_code: int) -> bool:
+    """Of an error of the type ``kind``, as :attr:`Failure.can_be_retried`."""
+    return exit_code != EXIT_BAD_INPUT and kind not in NOT_RETRIED
 
 
 def error_record(error: BaseException, rank: int) -> dict[str, object]:

@@ -24,19 +24,19 @@ from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch import stop
 from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.failure import follows_a_peers_end
+from mgpu_pipe.launch.failure import can_be_retried, follows_a_peers_end
 from mgpu_pipe.launch.live_output import LiveStream
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.preparing import prepare_data
-from mgpu_pipe.launch.resume import announce_resume, resume_step
+from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress, resume_step
 from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
 from mgpu_pipe.runs import folder as run_folder
-from mgpu_pipe.runs import record
+from mgpu_pipe.runs import history, record
 from mgpu_pipe.runs.continue_line import Asked, joined_start
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
@@ -170,6 +170,7 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     with run_folder.writing_to(paths.root):
         record.record_launch(paths, config, asked.overrides, environment, prepared)
         record.keep_attempt_config(paths, attempt)
+        history.begin(paths, attempt, step, restarts_without_progress(config))
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)
@@ -213,12 +214,13 @@ def _train(
             result = train_in(world, config, paths, prepared, store, resume=resume)
         except BaseException as raised:
             error = _with_its_cause(raised, world.rank, peers)
+            retry = asked.again and can_be_retried(type(error).__name__, getattr(error, "exit_code", EXIT_FAILURE))
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
                 finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
             resources.close()
-            leave_error(paths, error, world.rank)
+            leave_error(paths, error, world.rank, EXIT_STOPPED if retry else None)
         finally:
             sys.stderr = usual
     return result.status

@@ -21,13 +21,13 @@ from mgpu_pipe.launch.console import live_descriptor
 from mgpu_pipe.launch.extensions import prepare_extensions
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.preparing import prepare_data
-from mgpu_pipe.launch.resume import announce_resume, resume_step
+from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress, resume_step
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs import folder as run_folder
-from mgpu_pipe.runs import record
+from mgpu_pipe.runs import history, record
 from mgpu_pipe.runs.continue_line import Asked
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.folder import RunFolder
@@ -108,6 +108,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
         with run_folder.writing_to(paths.root):
             record.record_launch(paths, config, asked.overrides, environment, prepared)
             record.keep_attempt_config(paths, first)
+            history.begin(paths, first, step, restarts_without_progress(config))
         finish.print_before(config, prepared, environment)
         lock.training()
         return supervise(
@@ -136,7 +137,7 @@ def _finish(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float,
     if outcome.message:
         print(f"error: {outcome.message}", file=sys.stderr, flush=True)
     finish.conclude(config, paths, outcome, wall_s, asked.line(paths.root))
-    return LaunchResult(outcome.status, outcome.exit_code, paths.root)
+    return LaunchResult(outcome.status, finish.exit_code(outcome, asked), paths.root)
 
 
 def _stopped_before_training(config: RunConfig, folder: RunFolder, asked: Asked) -> LaunchResult:

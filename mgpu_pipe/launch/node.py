@@ -79,6 +79,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> L
             if node.rank == 0:
                 outcome = _all_ended(config, outcome, node.world_size, store)
                 _conclude(config, paths, outcome, started, asked)
+                outcome = replace(outcome, exit_code=finish.exit_code(outcome, asked))
                 store.set(VERDICT, str(outcome.exit_code))
                 wait_for(store, [f"{HEARD}/{other}" for other in range(1, node.world_size)], ANSWER_S)
             else:

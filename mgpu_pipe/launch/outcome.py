@@ -16,7 +16,9 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.errors import EXIT_STOPPED, MgpuError
+from mgpu_pipe.launch import stop
+from mgpu_pipe.runs import history
 from mgpu_pipe.runs.continue_line import this_program
 from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
 from mgpu_pipe.topology import ParallelDims
@@ -24,6 +26,7 @@ from mgpu_pipe.topology import ParallelDims
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.supervisor import Outcome
+    from mgpu_pipe.runs.continue_line import Asked
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float
     try:
         if outcome.status == "failed":
             _record_failure(config, paths, outcome)
-        amend_summary(paths, wall_s=wall_s, attempts=outcome.attempt)
+        amend_summary(paths, wall_s=wall_s, attempts=_attempts(paths, outcome))
         _show_end(paths, again)
     except (MgpuError, OSError) as error:
         print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
@@ -83,6 +86,26 @@ def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float
         print("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
         traceback.print_exc()
     print(f"run: {paths.root}", flush=True)
+
+
+def _attempts(paths: RunPaths, outcome: Outcome) -> object:
+    """How many there were; in a job, their history, which this one's end completes."""
+    failed = outcome.status == "failed"
+    cause = stop.asked_by() if outcome.status == "stopped" else ""
+    if failed:
+        cause = outcome.message if outcome.failure is None else outcome.failure.message
+    step = read_summary(paths).get("step")
+    taken = step if isinstance(step, int) else 0
+    return history.end(paths, outcome.status, taken, cause, retry=failed and _retry(outcome)) or outcome.attempt
+
+
+def _retry(outcome: Outcome) -> bool:
+    return outcome.failure is None or outcome.failure.can_be_retried
+
+
+def exit_code(outcome: Outcome, asked: Asked) -> int:
+    """The command's: in a job, which its script queues again, a crash asks for that as a stop does."""
+    return EXIT_STOPPED if asked.again and outcome.status == "failed" and _retry(outcome) else outcome.exit_code
 
 
 def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:

@@ -55,6 +55,11 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     return resolve_source(source, checkpoint.on_corruption, checkpoint.verify).absolute()
 
 
+def restarts_without_progress(config: RunConfig) -> int:
+    """How often in a row a job may crash without saving a step; 0 for a launcher that starts nothing again."""
+    return int(getattr(config.launch, "max_restarts_without_progress", 0))
+
+
 def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = False) -> list[str]:
     """Compare this run with the one that saved ``step``.
 

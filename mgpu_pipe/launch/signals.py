@@ -7,7 +7,7 @@ import select
 import signal
 from types import FrameType, TracebackType
 
-from mgpu_pipe.launch.stop import Insistence, taken_over
+from mgpu_pipe.launch.stop import Insistence, note, taken_over
 
 
 class StoppedBeforeTraining(KeyboardInterrupt):
@@ -64,6 +64,7 @@ class SignalInbox:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGCHLD:
             return
+        note(number)
         self.stop_requested = True
         self.kill_requested = self._insistence.is_second(number) or self.kill_requested
         if self._raise:

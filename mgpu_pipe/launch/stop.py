@@ -25,7 +25,11 @@ STOPPING = "stopping after this step and saving; Ctrl-C again leaves at once"
 ANSWERS_ALONE = ("-h", "--help", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion")
 """Options with which the command answers a question and starts no run."""
 
+MEANT = {signal.SIGUSR1: "the time limit is near", signal.SIGTERM: "preempted, requeued or cancelled"}
+"""What the signals of a scheduler mean, usually."""
+
 _requested = False
+_asked_by = ""
 _run_ended = False
 _second_leaves = False
 _told: str = ""
@@ -100,6 +104,18 @@ def install(*, second_leaves: bool, told: str = "") -> None:
     taken_over(_on_signal)
 
 
+def note(number: int) -> None:
+    """Remember the first stop signal that this process got; for signal handlers."""
+    global _asked_by
+    meant = MEANT.get(signal.Signals(number), "")
+    _asked_by = _asked_by or f"{signal.Signals(number).name}{f' ({meant})' if meant else ''}"
+
+
+def asked_by() -> str:
+    """The first stop signal that this process got, in words; empty where it got none."""
+    return _asked_by
+
+
 def stop_requested() -> bool:
     """Whether this process was asked to stop. Ranks may differ: they have to agree before they act on it."""
     return _requested
@@ -125,6 +141,7 @@ _insistence = Insistence()
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     global _requested
+    note(number)
     if _told and not _requested:
         tell(_told)
     _requested = True

@@ -64,8 +64,12 @@ def main(folder: Path) -> int:
     return EXIT_STOPPED if result.status == "stopped" else EXIT_OK
 
 
-def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
-    """Hand ``error`` to the launcher and end this process as it is: peers and device are in no state to tidy up."""
+def leave_error(paths: RunPaths, error: BaseException, rank: int, code: int | None = None) -> NoReturn:
+    """Hand ``error`` to the launcher and end this process as it is: peers and device are in no state to tidy up.
+
+    Args:
+        code: the exit code; by default the error's own.
+    """
     write_error(paths.rank_error(rank), error, rank)
     with suppress(OSError):  # a full disk takes no log either
         if isinstance(error, MgpuError):
@@ -75,7 +79,7 @@ def leave_error(paths: RunPaths, error: BaseException, rank: int) -> NoReturn:
             print(concealed(trace), end="", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(getattr(error, "exit_code", 1))
+    os._exit(getattr(error, "exit_code", 1) if code is None else code)
 
 
 def train_in(

@@ -1,0 +1,141 @@
+"""Runs that a real cluster preempts, requeues, stops at their limit, or whose node dies.
+
+Oracle: the same run undisturbed, on this machine; its metrics must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command import REPOSITORY, column, metrics, mgpu, run_folder
+from tests.support.slurm_cluster import TINY, Cluster
+
+pytestmark = pytest.mark.slow
+STEPS = 24
+WORDS = (*TINY, "strategy=fsdp", f"trainer.max_steps={STEPS}", "checkpoint.every_n_steps=4")
+SLOW = ("callbacks.slow._target_=tests.support.slow.Slow", "callbacks.slow.seconds=0.4")
+TWO_NODES = ("trainer.num_nodes=2", "trainer.devices=2")
+Disturb = Callable[[Cluster, str], None]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_folder(mgpu(cache, tmp_path_factory.mktemp("local"), *WORDS, "launch=local", "trainer.devices=4"))
+
+
+def preempt(cluster: Cluster, job: str) -> None:
+    """By a job of the partition high that wants all nodes for a moment."""
+    script = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
+    cluster.ask("sbatch", *script)
+
+
+def requeue(cluster: Cluster, job: str) -> None:
+    cluster.ask("scontrol", "requeue", job)
+
+
+def warn(cluster: Cluster, job: str) -> None:
+    """What SLURM sends before the time limit."""
+    cluster.ask("scancel", "--signal=USR1", job)
+
+
+def kill_node(cluster: Cluster, job: str) -> None:
+    """The last node's daemon and all its processes die, and come back later."""
+    nodes = cluster.ask("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
+    node = cluster.ask("scontrol", "show", "hostnames", nodes).split()[-1]
+    for pid in processes_of(cluster, node):
+        os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(cluster: Cluster, node: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit():
+                continue
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:
+            continue
+        if f"SLURM_CONF={cluster.conf}".encode() not in variables:
+            continue
+        daemon = (
+            command.startswith((f"slurmd -N {node} ".encode(), b"/usr/sbin/slurmd"))
+            and f"-N {node} ".encode() in command
+        )
+        if daemon or f"SLURMD_NODENAME={node}".encode() in variables:
+            found.append(int(entry.name))
+    return found
+
+
+def revive(cluster: Cluster) -> None:
+    """Start the daemons that are gone."""
+    for node in ("n0", "n1", "n2"):
+        subprocess.run(["slurmd", "-N", node], env={**os.environ, **cluster.variables}, capture_output=True)
+
+
+def reached(folder: Path, step: int) -> bool:
+    return (folder / "metrics.csv").exists() and any(int(row["step"]) >= step for row in metrics(folder) if row["step"])
+
+
+def attempts(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "attempts.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return found
+
+
+def disturbed(
+    cluster: Cluster, cache: Path, shared: Path, disturbances: list[tuple[int, Disturb]], *words: str
+) -> tuple[str, Path]:
+    """A run over two nodes that is disturbed once it has reached each of these steps; its end is waited for."""
+    os.environ["PYTHONPATH"] = str(REPOSITORY)
+    job, folder = cluster.submit(cache, shared, *WORDS, *SLOW, *TWO_NODES, *words)
+    for number, (step, disturb) in enumerate(disturbances):
+        cluster.until(lambda step=step: reached(folder, step), f"step {step}", job)  # type: ignore[misc]
+        disturb(cluster, job)
+        cluster.until(lambda n=number: len(attempts(folder)) > n + 1, f"attempt {number + 2}", job)  # type: ignore[misc]
+    assert cluster.ended(job, folder) == "COMPLETED"
+    return job, folder
+
+
+def assert_equal(folder: Path, undisturbed: Path) -> None:
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert column(folder, name) == column(undisturbed, name)
+
+
+def test_preempted_and_killed_it_goes_on_by_itself(
+    cluster: Cluster, cache: Path, undisturbed: Path, shared: Path
+) -> None:
+    try:
+        _, folder = disturbed(cluster, cache, shared, [(5, preempt), (14, kill_node)])
+    finally:
+        revive(cluster)
+    assert_equal(folder, undisturbed)
+    summary = json.loads((folder / "summary.json").read_text())
+    first, second, third = summary["attempts"]
+    assert summary["status"] == third["status"] == "finished" and third["step"] == STEPS
+    assert (first["status"], first["lost_s"]) == ("stopped", 0) and "SIG" in first["cause"]
+    assert second["status"] == "failed" and second["lost_s"] > 0 and second["from_step"] == first["step"]
+    assert third["from_step"] in (12, 16) and "n" in third["nodes"]
+    cluster.until(cluster.nothing_left, "the end of all processes")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tasks", ["node", "gpu"])
+@pytest.mark.parametrize("disturb", [preempt, requeue, warn, kill_node])
+def test_disturbed_by(
+    cluster: Cluster, cache: Path, undisturbed: Path, shared: Path, disturb: Disturb, tasks: str
+) -> None:
+    try:
+        _, folder = disturbed(cluster, cache, shared, [(6, disturb)], f"launch.tasks={tasks}")
+    finally:
+        revive(cluster)
+    assert_equal(folder, undisturbed)
+    assert [entry["status"] for entry in attempts(folder)][-1] == "finished"
