@@ -20,7 +20,7 @@ from mgpu_pipe.commands import verb_names
 from mgpu_pipe.config.convert import all_keys
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.synonyms import MEANT
+from mgpu_pipe.config.synonyms import MEANT, VALUES
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.runs.continue_line import Asked
@@ -192,6 +192,23 @@ def test_other_programs_names_for_a_key_lead_to_it(capsys: pytest.CaptureFixture
         assert cli.main(["check", f"{key}=1"]) == 2
         assert f"error: {key}=1: no such key; " in (said := capsys.readouterr().err)
         assert meant in said
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        *((f"{key}={value}", f"use {here}") for key, values in VALUES.items() for value, here in values.items()),
+        ("model=some/name", "use model=hf model.path=some/name"),
+        ("trainer.precision=bf16", "choose it by precision=<option> (mgpu-pipe ls precision)"),
+    ],
+)
+def test_other_programs_values_lead_to_those_that_there_are(
+    capsys: pytest.CaptureFixture[str], word: str, fix: str
+) -> None:
+    assert cli.main(["check", word]) == 2
+    assert capsys.readouterr().err.endswith(f"; {fix}\n")
+    key, _, option = fix.split()[1].rstrip(",").partition("=")
+    assert key in KEYS or (ROOT / "conf" / key / f"{option}.yaml").exists() or "=<" in fix
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     if strategy.engine == ENGINE:
         return [*deepspeed_errors(config), *offload_errors(config)]
     if strategy.engine not in ENGINES and strategy.engine not in (others := registered(STRATEGY_GROUP)):
-        fix = f"use {' or '.join((*ENGINES, *others))}"
+        fix = f"use {' or '.join((*ENGINES, *others))}; or install the package that brings it"
         errors.append(ConfigError("strategy.engine", strategy.engine, fix, "no such engine"))
     if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
         key, value = ("trainer.num_nodes", config.trainer.num_nodes)

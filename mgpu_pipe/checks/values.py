@@ -174,7 +174,8 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
     names = ((DATA, config.data.source), (OBJECTIVE, config.objective.name), (LAUNCH, config.launch.type))
     for section, value in names:
         if value not in section.built_in and value not in (others := plugins.registered(section.code)):
-            errors.append(ConfigError(section.chooser, value, choose_from(value, [*section.built_in, *others])))
+            fix = f"{choose_from(value, [*section.built_in, *others])}; or install the package that brings it"
+            errors.append(ConfigError(section.chooser, value, fix))
     metric = config.checkpoint.best_metric
     ranked = description(config.objective.name).ranked
     if metric not in ranked:

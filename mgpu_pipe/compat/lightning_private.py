@@ -35,6 +35,7 @@ def quiet_libraries() -> None:
     for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
+    warnings.filterwarnings("ignore", message=r"The `srun` command is available.*")
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
 
 

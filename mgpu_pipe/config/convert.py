@@ -17,7 +17,7 @@ from mgpu_pipe.config.interpolation import MISSING, written
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
-from mgpu_pipe.config.synonyms import known_elsewhere
+from mgpu_pipe.config.synonyms import known_elsewhere, value_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 T = TypeVar("T")
@@ -164,6 +164,9 @@ def _union(hint: Any, value: Any, key: str, errors: Errors) -> Any:
 
 def _list(hint: Any, value: Any, key: str, errors: Errors) -> Any:
     if not isinstance(value, list | tuple):
+        if isinstance(value, str) and value and set(value).isdisjoint("[],"):
+            errors.append(ConfigError(key, value, f"write it as a list, '{key}=[\"{value}\"]'"))
+            return REFUSED
         return _refuse(hint, value, key, errors)
     (item_hint,) = get_args(hint)
     items = [_value(item_hint, item, f"{key}[{index}]", errors) for index, item in enumerate(value)]
@@ -204,8 +207,8 @@ def _diagnosis(arms: tuple[Any, ...], value: Any, key: str) -> tuple[str, str]:
     if isinstance(value, str) and (int in arms or float in arms) and _reads_as_number(value):
         return "this is text, not a number", f"leave out the inner quotes: {key}={value}"
     if str in arms and (_is_number(value) or isinstance(value, bool)):
-        text = str(value).lower() if isinstance(value, bool) else value
-        return "this is not text", f"quote it twice: {key}=\"'{text}'\""
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return "this is not text", value_elsewhere(key, text) or f"quote it twice: {key}=\"'{text}'\""
     if isinstance(value, float) and value.is_integer() and int in arms:
         return "a whole number is wanted", f"write {int(value)}"
     return "", ""

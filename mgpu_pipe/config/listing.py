@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,16 +48,16 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
                 for root in roots
                 for file in sorted((root / name).glob("*.yaml"))
             ),
-            *_registered(name),
+            *_registered(name, [file.stem for root in roots for file in (root / name).glob("*.yaml")]),
         ]
         for name in ([group] if group else names)
     }
 
 
-def _registered(group: str) -> Iterator[Option]:
-    """What installed packages bring to a group, and the key that chooses it."""
+def _registered(group: str, files: Collection[str]) -> Iterator[Option]:
+    """What installed packages bring to a group, and the key that chooses it; not what an option's file is named for."""
     for section in SECTIONS.values():
-        for name in plugins.registered(section.code) if section.name == group else ():
+        for name in sorted(set(plugins.registered(section.code)).difference(files)) if section.name == group else ():
             yield Option(name, f"Of an installed package: {section.chooser}={name}", False)
 
 
@@ -69,11 +69,12 @@ def _defaults(root: Path) -> dict[str, str | None]:
 
 
 def _description(file: Path, own: bool) -> str:
-    """The first comment line that is not a package directive."""
+    """The first comment line that is neither a package directive nor the command that runs an experiment."""
     try:
         lines = read_bytes(file, MAX_CONFIG_BYTES, file.parents[1]).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{file}: cannot be read ({error})") from error
-    said = (line for line in lines if line.startswith("#") and not line.startswith("# @package"))
-    text = next(said, "").lstrip("# ").rstrip()
+    comments = (line.lstrip("# ").rstrip() for line in lines if line.startswith("#"))
+    said = [text for text in comments if text and not text.startswith("@package")]
+    text = next((text for text in said if not text.startswith("mgpu-pipe ")), said[0] if said else "")
     return f"{text} (./{OWN})".lstrip() if own else text

@@ -21,7 +21,7 @@ from mgpu_pipe.config.hydra_keys import hydra_key_error
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import all_hints, hints
 from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.config.synonyms import known_elsewhere
+from mgpu_pipe.config.synonyms import known_elsewhere, value_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 FREE_GROUPS = ("experiment",)
@@ -141,7 +141,7 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
         return []
     options, _ = lookup(group)
     return [
-        ConfigError(group, choice, choose_from(choice, options), "no such option")
+        ConfigError(group, choice, value_elsewhere(group, choice) or choose_from(choice, options), "no such option")
         for choice in _choices(override)
         if choice.removesuffix(".yaml") not in options
     ]

@@ -1,4 +1,4 @@
-"""Keys as other programs call them, each with what it is here: for a key that does not exist."""
+"""Keys and values as other programs call them, each with what it is here: for those that do not exist."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("strategy.ep", "ep_size expert_parallel_size expert_model_parallel_size expert_parallel"),
     (
         "use data=text_files 'data.paths=[\"corpus/*.txt\"]' (or jsonl, parquet; mgpu-pipe ls data)",
-        "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data",
+        "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data train_path train_paths",
     ),
     ("data.validation_paths", "validation_file eval_file val_data validation_file_path"),
     ("data.num_workers", "dataloader_num_workers workers"),
@@ -93,9 +93,44 @@ MEANT: tuple[tuple[str, str], ...] = (
 )
 """What to write here (a key, or advice), and the names for it elsewhere."""
 
+GROUPS = ("strategy", "precision", "optimizer", "scheduler", "logger", "callbacks")
+"""Groups that other programs have as keys of a section, such as ``trainer.strategy``."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "strategy": {
+        "deepspeed": "strategy=zero1, zero2 or zero3",
+        "fully_shard": "strategy=fsdp",
+        "deepspeed_stage_1": "strategy=zero1",
+        "deepspeed_stage_2": "strategy=zero2",
+        "deepspeed_stage_3": "strategy=zero3",
+        "deepspeed_stage_3_offload": "strategy=zero3_cpu",
+    },
+    "precision": {
+        "bf16-mixed": "precision=bf16",
+        "bf16-true": "precision=bf16_true",
+        "16-mixed": "precision=fp16",
+        "32-true": "precision=fp32",
+        "32": "precision=fp32",
+        "16": "precision=fp16",
+    },
+    "checkpoint.resume": {"true": "checkpoint.resume=auto", "false": "checkpoint.resume=none"},
+}
+"""By group or key: values as other programs have them, and what to write here."""
+
 FIXES = {word: meant if " " in meant else f"did you mean {meant}?" for meant, words in MEANT for word in words.split()}
 
 
 def known_elsewhere(key: str) -> str | None:
     """The fix for a key that other programs have and this one calls otherwise; None for any other."""
-    return FIXES.get(key.rpartition(".")[2].lower().replace("-", "_"))
+    section, _, word = key.rpartition(".")
+    if section and word in GROUPS:
+        return f"choose it by {word}=<option> (mgpu-pipe ls {word})"
+    return FIXES.get(word.lower().replace("-", "_"))
+
+
+def value_elsewhere(key: str, value: str) -> str | None:
+    """The fix for a value that other programs have for ``key``; None for any other."""
+    here = VALUES.get(key, {}).get(value.lower())
+    if here is None and key == "model" and "/" in value:
+        here = f"model=hf model.path={value}"
+    return None if here is None else f"use {here}"

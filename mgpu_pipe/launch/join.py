@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.data.samples import Prepared
 
-OFFER, PREPARED = "offer", "prepared"
+OFFER, PREPARED, CONCLUDED = "offer", "prepared", "concluded"
 LOOK_S = 0.02
 """Between two looks at the store."""
 
@@ -80,8 +80,19 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
         if world.rank == 0:
             outcome = Outcome(status, EXIT_OK, shared.attempt)
             finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
+            store.set(CONCLUDED, "")
+        else:
+            _await_conclusion(store)
     told = status == "stopped" and world.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
     return LaunchResult(status, EXIT_STOPPED if told else EXIT_OK, paths.root)
+
+
+def _await_conclusion(store: Store) -> None:
+    """Return when rank 0 has written the run's end, so that a script on any rank reads a finished run."""
+    try:
+        wait_for(store, [CONCLUDED])
+    except RuntimeError:  # the store is rank 0's own, and left with it: it has concluded, or has said why not
+        return
 
 
 def check_world(config: RunConfig, world: World) -> None:

@@ -79,7 +79,7 @@ def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float
         if outcome.status == "failed":
             _record_failure(config, paths, outcome)
         amend_summary(paths, wall_s=wall_s, attempts=_attempts(paths, outcome))
-        _show_end(paths, again)
+        _show_end(config, paths, again)
     except (MgpuError, OSError) as error:
         print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
     except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
@@ -133,7 +133,7 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
     )
 
 
-def _show_end(paths: RunPaths, again: str) -> None:
+def _show_end(config: RunConfig, paths: RunPaths, again: str) -> None:
     from mgpu_pipe.report.html import write_report
     from mgpu_pipe.report.tables import after_table
 
@@ -141,11 +141,11 @@ def _show_end(paths: RunPaths, again: str) -> None:
     summary = read_summary(paths)
     if summary.get("status") == "failed":
         return
-    after_table(summary, {"report": str(report), **_how_to_go_on(paths, summary, again)})
+    after_table(summary, {"report": str(report), **_how_to_go_on(config, paths, summary, again)})
     sys.stdout.flush()
 
 
-def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
+def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
     """Commands that can be copied, by what they do."""
     if summary.get("status") == "stopped":
         return {"go on": again}
@@ -153,8 +153,9 @@ def _how_to_go_on(paths: RunPaths, summary: Mapping[str, object], again: str) ->
         return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
     program, root = this_program(), str(paths.root)
     generates = description(str(summary.get("objective"))).attention == "causal"
+    prompt = next(iter(getattr(config.objective, "sample_prompts", ())), "def ")
     return {
-        **({"generate": shlex.join([*program, "generate", root, "--prompt", "def "])} if generates else {}),
+        **({"generate": shlex.join([*program, "generate", root, "--prompt", prompt])} if generates else {}),
         "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")]),
     }
 

@@ -76,6 +76,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["data.seq_len=4096"], "model llama_small has 2048 positions; use at most 2048"),
         (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
         (["checkpoint.resume=auot"], "did you mean auto?"),
+        (["data.source=squares"], "synthetic, text_files; or install the package that brings it"),
         (["checkpoint.init_from=/nothing/here"], "nothing is there"),
         (["checkpoint.init_from=/etc/passwd"], "mgpu-pipe import --from /etc/passwd --out"),
         (["data.tokenizer=/nothing/here"], "give a tokenizer folder"),

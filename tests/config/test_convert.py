@@ -48,7 +48,7 @@ def test_a_size_may_be_auto(value: object):
         ({"data": {"global_batch_size": None}}, "null is not a value of this key; use a whole number"),
         ({"trainer": {"deterministic": 1}}, "trainer.deterministic=1: use true or false"),
         ({"trainer": 3}, "trainer=3: use the section's keys"),
-        ({"data": {"paths": "a.txt"}}, "data.paths=a.txt: use a list, [a,b,...]"),
+        ({"data": {"paths": "a.txt"}}, "data.paths=a.txt: write it as a list, 'data.paths=[\"a.txt\"]'"),
         ({"data": {"paths": ["a", 3]}}, "data.paths[1]=3: this is not text"),
         ({"model": {"config": [1]}}, "use a mapping, {name: value}"),
         ({"model": {"path": "???"}}, "must be given"),

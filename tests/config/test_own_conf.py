@@ -76,10 +76,9 @@ def test_ls_check_and_completion_show_them(work: Path, capsys: pytest.CaptureFix
     assert cli.main(["ls", "experiment"]) == 0
     listed = capsys.readouterr().out
     assert (
-        "mine               mgpu-pipe experiment=mine (./conf)" in listed
-        and "    plain              (./conf)" in listed
+        "mine               Eight steps of my own. (./conf)" in listed and "    plain              (./conf)" in listed
     )
-    assert "quickstart         mgpu-pipe experiment=quickstart\n" in listed
+    assert "    quickstart         The main job: a small Llama" in listed
     assert cli.main(["check", "experiment=mine"]) == 0
     assert "own conf    data=short experiment=mine (./conf)" in capsys.readouterr().out
     assert cli.main(["check"]) == 0
