@@ -37,7 +37,7 @@ SAMPLES = {"labelled_jsonl": "labelled_text", **dict.fromkeys(PAIR_SOURCES, "pai
 """The kind of samples that a data source gives; packed text where it is not listed."""
 OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq")
 ENGINES = ("mesh", "deepspeed")
-LAUNCHERS = ("local", "slurm")
+LAUNCHERS = ("local", "slurm", "torchrun")
 LONGEST = 300
 """Characters of a stranger's message."""
 

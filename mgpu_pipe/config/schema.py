@@ -330,7 +330,7 @@ class TrainerConfig:
 @dataclass
 class LaunchConfig:
     type: str = "local"
-    """local (workers on this machine), slurm (mgpu-pipe submit), or a name that a plug-in registers."""
+    """local (workers on this machine), slurm or torchrun (mgpu-pipe submit), or a name that a plug-in registers."""
     max_restarts: int = 0
     """Times a crashed group of workers is started again (never after a configuration error or a NaN)."""
     stop_timeout: float = 60.0

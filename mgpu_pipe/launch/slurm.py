@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +81,29 @@ def check_commands() -> None:
     if shutil.which("sbatch") is None:
         fix = "submit from a login node of the cluster, or use launch=local"
         raise ConfigError("launch.type", "slurm", fix, "there is no sbatch on this machine")
+
+
+def hand_over(config: RunConfig, asked: Asked, *, dry_run: bool) -> None:
+    """Submit, and say how to follow, cancel and resume; with ``dry_run`` print the script.
+
+    Raises:
+        BadInputError: as :func:`submit`.
+    """
+    if dry_run:
+        run = config.run
+        folder = Path(run.dir or f"{run.root}/{run.name}/<date>_<time>-<hash>").expanduser().absolute()
+        print(batch_script(config, folder, run.name, asked.command), end="")
+        return
+    done = submit(config, asked)
+    log, script = done.folder / "logs" / f"slurm-{done.job}.log", done.folder / SCRIPT
+    for what, words in (
+        ("follow", ["tail", "-F", log]),
+        ("cancel", ["scancel", done.job]),
+        ("resume", ["sbatch", script]),
+    ):
+        print(f"{what}: {shlex.join(map(str, words))}", file=sys.stderr)
+    print(f"job: {done.job}")
+    print(f"run: {done.folder}", flush=True)
 
 
 def submit(config: RunConfig, asked: Asked) -> Submitted:

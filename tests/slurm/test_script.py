@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.launch import slurm
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script
-from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.runs.continue_line import Asked, hydra_quoted
+from tests.support.command import column, environment
+from tests.support.program import ForkedProgram
 
 HARD = '/shared/it\'s 50% "of" $HOME'
 
@@ -159,7 +162,7 @@ def test_train_does_not_start_a_job(tmp_path: Path) -> None:
 
 def test_submit_wants_a_scheduler_and_one_run() -> None:
     words = ["model=llama_tiny", "trainer.max_steps=1"]
-    with pytest.raises(ConfigError, match=r"launch.type=local: submit hands runs to a scheduler; use launch=slurm"):
+    with pytest.raises(ConfigError, match=r"launch.type=local: .*; use launch=slurm or launch=torchrun"):
         submit(words)
     with pytest.raises(BadInputError, match=r"submits one run; a sweep is mgpu-pipe -m hydra/launcher=slurm"):
         submit([*words, "launch=slurm", "-m", "seed=1,2"])
@@ -188,3 +191,33 @@ def test_workers_must_be_counted_before_the_job_has_nodes() -> None:
 def test_composing_names_an_unknown_key() -> None:
     with pytest.raises(ConfigErrors, match=r"launch.partitoin=x: no such key; did you mean launch.partition\?"):
         compose(["launch=slurm", "launch.partitoin=x"])
+
+
+def test_the_line_for_other_schedulers_trains_by_the_environment_alone(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes that only RANK, WORLD_SIZE, MASTER_ADDR and their like tell of one another."""
+    folder = tmp_path / "it's here"
+    words = ["model=llama_tiny", "data=synthetic", "data.synthetic.num_documents=50", "data.seq_len=32", "logger=none"]
+    words += ["data.global_batch_size=4", "trainer.max_steps=2", "strategy=ddp", "trainer.accelerator=cpu"]
+    submit([*words, "launch=torchrun", "trainer.devices=2", f"run.dir={hydra_quoted(str(folder))}"])
+    out = capsys.readouterr().out.splitlines()
+    torchrun, plain = shlex.split(out[1]), shlex.split(out[-1])
+    assert torchrun[1:3] == ["--nnodes=1", "--nproc_per_node=2"] and plain[:3] == ["python", "-m", "mgpu_pipe"]
+    assert torchrun[torchrun.index("mgpu_pipe") + 1 :] == plain[3:] and "launch=torchrun" not in plain
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        ForkedProgram(plain[3:], tmp_path, {**environment(cache), **world, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    said = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert column(folder, "train/loss").keys() == {1, 2}
+
+
+def test_the_line_for_other_schedulers_needs_a_folder() -> None:
+    with pytest.raises(ConfigError, match=r"run.dir=null: .*; give a folder that all nodes see"):
+        submit(["model=llama_tiny", "trainer.max_steps=1", "launch=torchrun"])
