@@ -24,6 +24,7 @@ from mgpu_pipe.config.synonyms import MEANT, VALUES
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.sweep.store import Store, stores
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -325,7 +326,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.launch.sweep_end")
     local.launch = launch  # type: ignore[attr-defined]
-    shown.show_sweep = lambda runs, folder, stopped: tables.append(list(runs))  # type: ignore[attr-defined]
+    shown.show_sweep = lambda runs, folder, again: tables.append(list(runs))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.local", local)
     monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.sweep_end", shown)
     monkeypatch.chdir(tmp_path)
@@ -352,7 +353,8 @@ def test_a_sweep_runs_every_job_and_shows_one_table(launched, tmp_path: Path):
     ]
     assert [[paths.root.name for paths in table] for table in tables] == [["run1", "run2", "run3", "run4"]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["outputs"]
-    assert [entry.name for entry in (tmp_path / "outputs").iterdir()] == ["multirun"]
+    (sweep,) = (tmp_path / "outputs" / "sweeps").iterdir()
+    assert [point.status for point in Store(sweep).points()] == ["finished"] * 4
 
 
 def test_a_failed_job_is_reported_and_the_others_go_on(launched, capsys: pytest.CaptureFixture[str]):
@@ -362,9 +364,14 @@ def test_a_failed_job_is_reported_and_the_others_go_on(launched, capsys: pytest.
     assert cli.main([*words, "-m"]) == 2
     assert [config.trainer.devices for config in seen] == [1, 2]
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert errors[0] == "error: corpus.txt: is empty"
-    assert errors[1].startswith("error: data.global_batch_size=32: not divisible by the 3")
+    assert errors[0].startswith(
+        "error: point 2 (trainer.devices=3) cannot run: data.global_batch_size=32: not divisible"
+    )
+    assert errors[1:] == ["error: corpus.txt: is empty"]
     assert [len(table) for table in tables] == [1]
+    (sweep,) = stores(Path("outputs"))
+    assert [point.status for point in sweep.points()] == ["failed", "failed", "finished"]
+    assert sweep.points()[0].reason == "corpus.txt: is empty"
 
 
 def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: pytest.CaptureFixture[str]):
@@ -372,7 +379,7 @@ def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: 
     ends.update({1: 1, 2: EXIT_STOPPED})
     assert cli.main(["-m", "seed=1,2,3"]) == 1
     assert [config.seed for config in seen] == [1, 2]
-    assert "run 3 of 3: not started" in capsys.readouterr().err
+    assert "2 of 3 runs are left, because the sweep was stopped" in capsys.readouterr().err
 
 
 def test_a_signal_that_comes_too_late_for_a_run_ends_the_sweep_before_the_next(
@@ -383,8 +390,7 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_sweep_before_the_next(
     ends[0] = 2
     assert cli.main(["-m", "seed=1,2,3,4"]) == EXIT_STOPPED
     assert [config.seed for config in seen] == [1, 2] and [len(table) for table in tables] == [2]
-    said = capsys.readouterr().err
-    assert "run 3 of 4: not started" in said and "run 4 of 4: not started" in said
+    assert "2 of 4 runs are left, because the sweep was stopped" in capsys.readouterr().err
 
 
 def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_alone(
@@ -394,7 +400,7 @@ def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_
     (Path.cwd() / "more").mkdir()
     assert cli.main(["-m", "--config-dir", "more", *words]) == 0
     told = capsys.readouterr().err
-    assert "run 1 of 2: model=llama_tiny model.config.num_hidden_layers=1" in told and "run 2 of 2: " in told
+    assert "run 1 of 2: model.config.num_hidden_layers=1" in told and "run 2 of 2: " in told
     assert "++" not in told
     assert [asked.swept for asked in typed] == [[f"model.config.num_hidden_layers={n}"] for n in (1, 2)]
     assert typed[1].alone[:2] == ["--config-dir", "more"] and "model.config.num_hidden_layers=2" in typed[1].alone

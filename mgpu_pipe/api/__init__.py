@@ -25,7 +25,6 @@ from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigE
 if TYPE_CHECKING:
     from mgpu_pipe.checks.notices import Notice
     from mgpu_pipe.config.compose import Composition
-    from mgpu_pipe.launch.outcome import LaunchResult
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
@@ -103,7 +102,7 @@ def train(overrides: Sequence[str] = ()) -> Run:
         BadInputError: everything that is wrong with it; see the module.
         WorkerError: its processes failed; the message is the first failing rank's.
     """
-    from mgpu_pipe.launch.composed import checked
+    from mgpu_pipe.launch.composed import checked, launched
 
     if threading.current_thread() is not threading.main_thread():
         raise BadInputError("train: call it from the main thread, which alone gets the signals that stop a run")
@@ -116,19 +115,6 @@ def train(overrides: Sequence[str] = ()) -> Run:
             kind = BadInputError if result.exit_code == EXIT_BAD_INPUT else WorkerError
             raise kind(f"{run.error or 'the run failed'} (logs: {RunPaths(run.folder).logs})")
         return run
-
-
-def launched(composition: Composition, command: Sequence[str]) -> LaunchResult:
-    """Run a composition that was checked; ``command`` is what the user typed, for the record."""
-    from mgpu_pipe.launch.local import launch
-    from mgpu_pipe.runs.continue_line import Asked
-
-    launcher = composition.config.launch.type
-    if launcher != "local":
-        fix = "use mgpu-pipe submit, or launch=local to train on this machine"
-        raise ConfigError("launch.type", launcher, fix, "such a run is a job")
-    alone = [*composition.flags, *composition.overrides]
-    return launch(composition.config, Asked(composition.overrides, command, alone, composition.swept, composition.own))
 
 
 def open_run(folder: PathLike | None = None) -> Run:

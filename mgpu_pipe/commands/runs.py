@@ -18,7 +18,7 @@ from mgpu_pipe.config.arguments import VerbParser, parse, positive_int
 from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, RunFolderError, print_error
 from mgpu_pipe.report import numbers
-from mgpu_pipe.report.rows import printable
+from mgpu_pipe.report.rows import print_columns
 from mgpu_pipe.runs.listing import Listed, delete_run, list_runs, listed
 from mgpu_pipe.runs.newest import ROOT_KEY, is_run_folder, split_root
 
@@ -34,7 +34,7 @@ SORTS: dict[str, Callable[[Listed], Any]] = {
     "strategy": lambda run: run.strategy,
     "size": lambda run: -run.nbytes,
 }
-STATES = ("running", "finished", "stopped", "failed", "unfinished")
+STATES = ("running", "finished", "stopped", "failed", "unfinished", "diverged", "out_of_memory")
 COLUMNS = ("state", "step", "loss", "tok/s", "strategy", "age", "size", "tags", "run")
 NUMERIC = ("step", "loss", "tok/s", "age", "size")
 
@@ -60,7 +60,7 @@ def runs(words: list[str]) -> int:
     if arguments.json:
         print(json.dumps([_plain(run) for run in chosen], indent=2))
     else:
-        _print_table(chosen)
+        print_columns(COLUMNS, [_cells(run) for run in chosen], NUMERIC)
         whole = "" if len(chosen) == len(found) else f" of {len(found)}"
         size = numbers.gibibytes(sum(run.nbytes for run in chosen) / 2**30)
         print(f"{len(chosen)}{whole} run{'' if len(found) == 1 else 's'}, {size}")
@@ -128,20 +128,6 @@ def _plain(run: Listed) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in values.items()}
 
 
-def _print_table(chosen: Sequence[Listed]) -> None:
-    """Columns as wide as they need be; the folder comes last and whole, so that it can be copied."""
-    if not chosen:
-        return
-    rows = [COLUMNS, *(_cells(run) for run in chosen)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS) - 1)]
-    for row in rows:
-        cells = [
-            cell.rjust(width) if name in NUMERIC else cell.ljust(width)
-            for cell, width, name in zip(row, widths, COLUMNS, strict=False)
-        ]
-        print("  ".join([*(cell for cell, width in zip(cells, widths, strict=True) if width), row[-1]]))
-
-
 def _cells(run: Listed) -> tuple[str, ...]:
     cells = (
         run.state,
@@ -154,7 +140,7 @@ def _cells(run: Listed) -> tuple[str, ...]:
         ",".join(run.tags),
         str(run.folder),
     )
-    return tuple(printable(cell).replace("\n", " ") for cell in cells)
+    return cells
 
 
 def _age(run: Listed) -> str:

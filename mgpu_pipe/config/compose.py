@@ -45,8 +45,6 @@ class Composition:
     """The overrides by which a point of a sweep differs from the others."""
     points: int | None = None
     """Points of the sweep, where its sweeper tells."""
-    sweep_folder: Path | None = None
-    """Where a sweep keeps what is of all its runs; None outside of one."""
     own: list[str] = field(default_factory=list)
     """The options that ``./conf`` of the working folder brought (:mod:`.conf_folders`), e.g. ``experiment=mine``."""
 
@@ -66,32 +64,37 @@ def compose(overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
     return composition.config, composition.overrides
 
 
-def compose_checked(
-    overrides: list[str], config_name: str = CONFIG_NAME, config_dir: str | None = None, conf: Path | None = None
-) -> Composition:
+def compose_checked(overrides: list[str], conf: Path | None = None) -> Composition:
     """Like :func:`compose`, with errors returned, so that a caller can add its own.
 
     Args:
-        config_name: primary configuration (Hydra's ``--config-name``).
-        config_dir: a further folder of configurations (``--config-dir``).
         conf: the Hydra tree; the shipped one by default (``--config-path``).
     """
-    with hydra_session(config_dir, conf) as hydra:
-        good, errors = preprocess(hydra, overrides, config_name)
-        with composition_errors():
-            composed = hydra.compose_config(
-                config_name=config_name,
-                overrides=good,
-                run_mode=_run_mode(),
-                from_shell=False,
-                with_log_configuration=False,
-            )
-        mode = composed.hydra.mode
-        typed = [item for item in good if not item.lstrip("+~").startswith("hydra")]
-        made = from_composed(composed, typed, composed.hydra.runtime)
-        made.errors[:0] = errors
-        made.multirun = mode is not None and mode.name == "MULTIRUN"
-        return made
+    with hydra_session(conf=conf) as hydra:
+        return compose_in(hydra, overrides)
+
+
+def compose_in(hydra: Any, overrides: list[str], config_name: str = CONFIG_NAME) -> Composition:
+    """Compose one job in a :func:`hydra_session`; its errors are in the result.
+
+    Args:
+        config_name: primary configuration (Hydra's ``--config-name``).
+    """
+    good, errors = preprocess(hydra, overrides, config_name)
+    with composition_errors():
+        composed = hydra.compose_config(
+            config_name=config_name,
+            overrides=good,
+            run_mode=_run_mode(),
+            from_shell=False,
+            with_log_configuration=False,
+        )
+    mode = composed.hydra.mode
+    typed = [item for item in good if not item.lstrip("+~").startswith("hydra")]
+    made = from_composed(composed, typed, composed.hydra.runtime)
+    made.errors[:0] = errors
+    made.multirun = mode is not None and mode.name == "MULTIRUN"
+    return made
 
 
 def from_composed(composed: DictConfig, overrides: list[str], runtime: Any) -> Composition:

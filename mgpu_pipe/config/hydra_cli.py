@@ -6,10 +6,11 @@ import argparse
 import io
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_pipe.compat.hydra_private import arguments_parser, run_hydra
 from mgpu_pipe.config import compose, hydra_node
@@ -20,9 +21,31 @@ from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
+    from mgpu_pipe.config.schema import RunConfig
+
 Job = Callable[[Composition], None]
+
+
+@dataclass(frozen=True)
+class SweepWords:
+    """What a sweep's command line asks for.
+
+    Attributes:
+        config: of the sweep itself: the values that are swept are not in it.
+        fixed: the overrides that every point has.
+        values: for each key that is swept the overrides that set it, or the one of a range of values.
+        flags: Hydra's arguments that say which configurations there are.
+        plain: whether Hydra's own sweeper and launcher are chosen, and no callbacks; else Hydra is to run the sweep.
+    """
+
+    config: RunConfig
+    fixed: list[str]
+    values: dict[str, list[str] | Override]
+    flags: list[str]
+    plain: bool
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -101,9 +124,16 @@ def _as_override(message: str) -> str | None:
 
 def compose_one(parsed: argparse.Namespace) -> Composition:
     """Compose the one job of a command line; its errors are in the result."""
-    made = compose.compose_checked(parsed.overrides, _name(parsed), parsed.config_dir, _conf(parsed))
-    made.flags = _flags(parsed)
-    return made
+    return next(compose_each(parsed, [parsed.overrides]))
+
+
+def compose_each(parsed: argparse.Namespace, jobs: Iterable[list[str]]) -> Iterator[Composition]:
+    """Compose jobs by their overrides; ``parsed`` says which configurations there are. Errors are in the results."""
+    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
+        for overrides in jobs:
+            made = compose.compose_in(hydra, overrides, _name(parsed))
+            made.flags = _flags(parsed)
+            yield made
 
 
 def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
@@ -111,7 +141,7 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
 
     Args:
         job: must not raise; it is called once a configuration, in order.
-        keep: whether the sweep's folder (``hydra.sweep.dir``) stays.
+        keep: whether Hydra's own folder of the sweep (``hydra.sweep.dir``) stays.
 
     Raises:
         ConfigErrors, BadInputError: the sweep itself cannot be composed.
@@ -128,12 +158,13 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
             nonlocal values
             settings = HydraConfig.get()
             if values is None:
-                values = _swept(good, settings.sweeper, hydra.config_loader)
+                named = settings.sweeper._target_.endswith(".BasicSweeper")
+                _, swept = split_sweep(good, settings.sweeper, hydra.config_loader)
+                values = {key: len(one) if named and isinstance(one, list) else 0 for key, one in swept.items()}
             made = compose.from_composed(config, list(settings.overrides.task), settings.runtime)
             made.flags = _flags(parsed)
             made.swept = [item for item in made.overrides if item.partition("=")[0].lstrip("+") in values]
             made.points = math.prod(values.values()) if 0 not in values.values() else None
-            made.sweep_folder = Path(settings.sweep.dir)
             job(made)
 
         own = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
@@ -145,18 +176,67 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
             hydra.multirun(config_name=_name(parsed), task_function=task, overrides=[*good, *own])
 
 
-def _swept(overrides: list[str], sweeper: DictConfig, loader: ConfigLoader) -> dict[str, int]:
-    """The keys that have several values, with their number; 0 where only the sweeper knows it."""
+def read_sweep(parsed: argparse.Namespace) -> SweepWords:
+    """What a sweep is made of; nothing of it runs.
+
+    Raises:
+        ConfigErrors, BadInputError: the sweep itself cannot be composed.
+    """
+    from hydra.types import RunMode
+
+    with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
+        good, errors = compose.preprocess(hydra, parsed.overrides, _name(parsed), multirun=True)
+        if errors:
+            raise ConfigErrors(errors)
+        mode = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
+        with compose.composition_errors():
+            composed = hydra.compose_config(
+                config_name=_name(parsed),
+                overrides=[*good, *mode],
+                run_mode=RunMode.MULTIRUN,
+                from_shell=False,
+                with_log_configuration=False,
+            )
+            chosen = composed.hydra
+            plain = chosen.sweeper._target_.endswith(".BasicSweeper") and chosen.launcher._target_.endswith(
+                ".BasicLauncher"
+            )
+            fixed, values = split_sweep(good, chosen.sweeper, hydra.config_loader)
+        config = compose.from_composed(composed, [], chosen.runtime).config
+        return SweepWords(config, fixed, values, _flags(parsed), plain and not chosen.callbacks)
+
+
+def split_sweep(
+    overrides: list[str], sweeper: Mapping[str, Any], loader: ConfigLoader | None = None
+) -> tuple[list[str], dict[str, list[str] | Override]]:
+    """The overrides that every point has, and those that set each swept key: listed, or one for a range of values.
+
+    Of several overrides of one key the last one counts.
+
+    Args:
+        sweeper: Hydra's, whose ``params`` are overrides too.
+        loader: finds what ``glob(...)`` stands for.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     given = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
-    counts: dict[str, int] = {}
-    for override in OverridesParser.create(config_loader=loader).parse_overrides([*given, *overrides]):
-        counts.pop(override.key_or_group, None)  # the last one counts
-        if override.is_sweep_override():
-            listed = override.is_discrete_sweep() and sweeper._target_.endswith(".BasicSweeper")
-            counts[override.key_or_group] = len(list(override.sweep_string_iterator())) if listed else 0
-    return counts
+    parsed = OverridesParser.create(config_loader=loader).parse_overrides([*given, *overrides])
+    last = {override.key_or_group: override for override in parsed}
+    fixed: list[str] = []
+    values: dict[str, list[str] | Override] = {}
+    for override in parsed:
+        counts = last[override.key_or_group]
+        swept = counts.is_sweep_override() or override.is_sweep_override()
+        if override.is_hydra_override() or (swept and counts is not override):
+            continue
+        key = override.get_key_element().removeprefix("++")
+        if not override.is_sweep_override():
+            fixed.append(str(override.input_line).removeprefix("++"))
+        elif override.is_discrete_sweep():
+            values[override.key_or_group] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            values[override.key_or_group] = override
+    return fixed, values
 
 
 def _flags(parsed: argparse.Namespace) -> list[str]:

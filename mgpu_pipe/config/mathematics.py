@@ -96,6 +96,7 @@ KINDS: dict[str, Kind] = {
     "logger": Kind.FREE,
     "callbacks": Kind.FREE,
     "launch": Kind.FREE,
+    "sweep": Kind.FREE,
 }
 """By key or section; the longest one that a key begins with decides. Every key of the schema has an entry."""
 OWN = {"data": Kind.CONTENT, "objective": Kind.FIXED, "strategy": Kind.FREE, "launch": Kind.FREE}

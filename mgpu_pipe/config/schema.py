@@ -14,6 +14,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mgpu_pipe.config.plugins import PAIR_SOURCES
+from mgpu_pipe.config.sweep_keys import SweepConfig
 from mgpu_pipe.errors import ConfigError
 
 Auto = Literal["auto"]
@@ -362,3 +363,4 @@ class RunConfig:
     callbacks: dict[str, Any] = field(default_factory=dict)
     """Lightning callbacks by name, each a leaf with a _target_."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

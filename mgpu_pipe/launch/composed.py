@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config import hydra_cli
@@ -15,7 +16,6 @@ from mgpu_pipe.errors import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_STOPPED,
-    BadInputError,
     ConfigError,
     ConfigErrors,
     MgpuError,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.checks.notices import Notice
     from mgpu_pipe.config.compose import Composition
     from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.launch.outcome import LaunchResult
 
 Job = Callable[["Composition"], int]
 WORST_LAST = (EXIT_OK, EXIT_STOPPED, EXIT_BAD_INPUT, EXIT_FAILURE)
@@ -65,13 +66,14 @@ options:
 
 
 def composed(
-    verb: str, description: str, words: list[str], job: Job, after_sweep: Callable[[int], None] | None = None
+    verb: str, description: str, words: list[str], job: Job, sweep: Callable[[Namespace], int] | None = None
 ) -> int:
-    """Compose ``words`` and run ``job``: once, or for every run of a sweep, and then ``after_sweep`` with its code.
+    """Compose ``words`` and run ``job``: once, or for every point of a sweep.
 
     Args:
         verb: as the help writes it.
         description: what the verb does, for the help.
+        sweep: runs a sweep of these arguments, in the place of ``job`` for each point.
     """
     find_own_classes()
     parsed = hydra_cli.parse(words)
@@ -85,22 +87,14 @@ def composed(
         composition = hydra_cli.compose_one(parsed)
         if not composition.multirun:
             return job(composition)
-    if after_sweep is None:
-        return _sweep(parsed, job, keep=False)
-    from mgpu_pipe.checks.start import joined
-
-    if joined():
-        raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
-    code = _sweep(parsed, job, keep=True)
-    after_sweep(code)
-    return code
+    return each_point(parsed, job, keep=False) if sweep is None else sweep(parsed)
 
 
-def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
-    """Run the jobs of a sweep one after another; a failure is reported and the others go on.
+def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
+    """Run ``job`` for one point after another, through Hydra's sweeper; a failure is reported and the others go on.
 
     Args:
-        keep: whether the sweep has a folder, beside those of its runs.
+        keep: whether Hydra's own folder of the sweep stays.
     """
     codes: list[int] = []
     seen = 0
@@ -115,10 +109,6 @@ def _sweep(parsed: Namespace, job: Job, *, keep: bool) -> int:
             codes.append(EXIT_STOPPED)
             return
         print(f"run {number}: {shown}", file=sys.stderr, flush=True)
-        if composition.config.run.dir is not None:
-            composition.errors.append(
-                ConfigError("run.dir", composition.config.run.dir, "leave it out with -m: every run has its own folder")
-            )
         try:
             codes.append(job(composition))
         except MgpuError as error:
@@ -140,6 +130,27 @@ def checked(composition: Composition) -> RunConfig:
     """
     tell(notices_of(composition))
     return composition.config
+
+
+def launched(
+    composition: Composition, command: Sequence[str], chosen: Callable[[Path], None] = lambda folder: None
+) -> LaunchResult:
+    """Run a composition that was checked.
+
+    Args:
+        command: what the user typed, for the record.
+        chosen: told the run's folder, before the run is begun.
+    """
+    from mgpu_pipe.launch.local import launch
+    from mgpu_pipe.runs.continue_line import Asked
+
+    launcher = composition.config.launch.type
+    if launcher != "local":
+        fix = "use mgpu-pipe submit, or launch=local to train on this machine"
+        raise ConfigError("launch.type", launcher, fix, "such a run is a job")
+    alone = [*composition.flags, *composition.overrides]
+    asked = Asked(composition.overrides, command, alone, composition.swept, composition.own, chosen=chosen)
+    return launch(composition.config, asked)
 
 
 def notices_of(composition: Composition) -> list[Notice]:

@@ -54,6 +54,7 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
         raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, reason)
     started = time.monotonic()
     folder = run_folder.choose_folder(config, swept=asked.swept)
+    asked.chosen(folder.paths.root)
     with SignalInbox() as inbox:
         result = _launch(config, folder, inbox, asked, started)
     return replace(result, asked_to_stop=inbox.stop_requested)

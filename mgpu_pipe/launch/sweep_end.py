@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +10,13 @@ from mgpu_pipe.config.paths import COMPARISON, RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.html import write_report
 from mgpu_pipe.report.tables import make_console, print_whole, relative_to_cwd, runs_table
-from mgpu_pipe.runs.continue_line import this_program, without
 
 
-def show_sweep(runs: Sequence[RunPaths], folder: Path, stopped: Sequence[str] = ()) -> None:
+def show_sweep(runs: Sequence[RunPaths], folder: Path, again: str = "") -> None:
     """Print the table of a sweep's runs and write their comparison into ``folder``.
 
     Args:
-        stopped: the command line's words, where a signal ended the sweep.
+        again: the command that goes on, where a signal ended the sweep.
     """
     folders = list(dict.fromkeys(runs))
     runs_table(folders)
@@ -27,7 +25,6 @@ def show_sweep(runs: Sequence[RunPaths], folder: Path, stopped: Sequence[str] = 
         print_whole(make_console(), f"report: {relative_to_cwd(write_report(folders, folder.absolute() / COMPARISON))}")
     except (RunFolderError, OSError) as error:
         print(f"error: the sweep's report could not be written: {error}", file=sys.stderr)
-    if stopped:
-        words = [*without(stopped, "checkpoint.resume"), "checkpoint.resume=auto"]
-        print_whole(make_console(), f"go on: {shlex.join([*this_program(), *words])}")
+    if again:
+        print_whole(make_console(), f"go on: {again}")
     sys.stdout.flush()

@@ -31,6 +31,20 @@ def print_rows(rows: Sequence[tuple[str, str]], title: str = "") -> None:
         print()
 
 
+def print_columns(names: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[str] = ()) -> None:
+    """Print a table, nothing where it has no row. Columns are as wide as they need be; one that is empty in all rows
+    is left out; the last one comes whole, so that it can be copied.
+    """
+    if not cells:
+        return
+    rows = [[printable(cell).replace("\n", " ") for cell in row] for row in (names, *cells)]
+    shown = [at for at in range(len(names)) if any(row[at] for row in rows[1:])]
+    widths = {at: max(len(row[at]) for row in rows) for at in shown[:-1]}
+    for row in rows:
+        placed = [row[at].rjust(widths[at]) if names[at] in numeric else row[at].ljust(widths[at]) for at in widths]
+        print("  ".join([*placed, row[shown[-1]]]).rstrip())
+
+
 def printable(text: str) -> str:
     """``text`` without control characters: a model can write escape sequences, a terminal would follow them."""
     return "".join(character if character.isprintable() or character in "\n\t" else "�" for character in text)

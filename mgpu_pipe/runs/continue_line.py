@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class Asked:
         swept: the overrides by which a point of a sweep differs from the others; none where there is no sweep.
         own: the options that ``./conf`` of the working folder brought.
         again: the command that continues the run, where it is not that of :func:`line_for`.
+        chosen: told the run's folder as soon as it is known, before the run is begun.
     """
 
     overrides: Sequence[str]
@@ -35,6 +36,7 @@ class Asked:
     swept: Sequence[str] = ()
     own: Sequence[str] = ()
     again: Sequence[str] = ()
+    chosen: Callable[[Path], None] = lambda folder: None
 
     def line(self, folder: Path, start: Sequence[str] = ()) -> str:
         """The command that continues the run in ``folder``; ``start`` as of :func:`line_for`."""

@@ -1,0 +1,283 @@
+"""``mgpu-pipe sweeps``: the sweeps there are; shows, continues, extends and stops them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mgpu_pipe.commands import Verb
+from mgpu_pipe.config.arguments import VerbParser, parse, positive_int
+from mgpu_pipe.config.schema import RunOptions
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError
+from mgpu_pipe.report import numbers
+from mgpu_pipe.report.rows import print_columns, print_rows
+from mgpu_pipe.runs.lock import boot_id
+from mgpu_pipe.runs.newest import ROOT_KEY, split_root
+from mgpu_pipe.sweep.best import Trial, ranked
+from mgpu_pipe.sweep.point import CANCELLED, ENDED_BADLY, FINISHED, GOES_ON, RUNNING, WAITING, Point
+from mgpu_pipe.sweep.store import Store, find, stores
+
+ACTIONS = {
+    "list": "the sweeps below run.root=<folder>, the newest first",
+    "show": "its points, and how each ended",
+    "resume": "run what is missing or was interrupted, each in its own folder from its own checkpoint",
+    "extend": "add points: values of keys, combined with those of the sweep's other keys",
+    "cancel": "stop it; nothing of it is run again until sweeps retry",
+    "retry": "run again what failed, diverged, ran out of memory or was cancelled (or these NUMBERs)",
+    "best": "the best point, and the command that repeats it",
+    "report": "write its page, and print where",
+}
+STOP_WAIT_S = 90.0
+"""How long ``cancel`` waits for a running point to save."""
+
+
+def sweeps(words: list[str]) -> int:
+    """``mgpu-pipe sweeps ACTION [NAME] [...]``; returns the exit code.
+
+    Raises:
+        BadInputError: a wrong argument, no such sweep, or a store that cannot be read.
+    """
+    words, given = split_root(words)
+    root = (given or Path(RunOptions.root)).expanduser()
+    arguments = parse(_parser(), words)
+    if arguments is None:
+        return EXIT_OK
+    action, name, more = arguments.action, arguments.name, list(arguments.more)
+    if action == "list":
+        if name is not None:
+            raise BadInputError(f"mgpu-pipe sweeps list {name}: takes no name; see mgpu-pipe sweeps show {name}")
+        return _list(stores(root), arguments.json)
+    if name is None:
+        raise BadInputError(f"mgpu-pipe sweeps {action}: name a sweep; see mgpu-pipe sweeps list")
+    if more and action not in ("extend", "retry"):
+        raise BadInputError(f"mgpu-pipe sweeps {action} {name}: {more[0]} is not understood")
+    if arguments.json and action != "show":
+        raise BadInputError(f"--json: goes with list and show, not with {action}")
+    store = find(root, name)
+    if action == "show":
+        return _show(store, arguments.json)
+    doing: dict[str, Callable[[Store, list[str]], int]] = {
+        "resume": _resume,
+        "extend": _extend,
+        "cancel": _cancel,
+        "retry": _retry,
+        "best": _best,
+        "report": _report,
+    }
+    return doing[action](store, more)
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, ACTIONS))
+    parser = VerbParser(
+        prog="mgpu-pipe sweeps",
+        description="\n".join(
+            [
+                f"The sweeps (-m) below {ROOT_KEY}=<folder> ({RunOptions.root}/).",
+                "",
+                *(f"  {action:<{width}}  {line}" for action, line in ACTIONS.items()),
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=list(ACTIONS), metavar="ACTION", help="what to do")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the sweep's")
+    parser.add_argument("more", nargs="*", metavar="NUMBER|OVERRIDE", help="points to retry; values to extend by")
+    parser.add_argument("--json", action="store_true", help="as JSON, every figure whole (list, show)")
+    return parser
+
+
+def _list(found: Sequence[Store], as_json: bool) -> int:
+    rows, plain = [], []
+    for store in found:
+        points = store.points()
+        counted = {status: sum(point.status == status for point in points) for status in (FINISHED, RUNNING)}
+        left = sum(point.status in GOES_ON for point in points)
+        best = _ranked(store, points)[:1]
+        entry = {
+            "name": store.name,
+            "points": len(points),
+            **counted,
+            "left": left,
+            "ended_badly": sum(point.status in ENDED_BADLY for point in points),
+            "metric": store.asked["metric"],
+            "best": best[0].mean if best else None,
+            "created": store.asked["created"],
+            "folder": str(store.folder),
+        }
+        plain.append(entry)
+        age = numbers.duration(max(0.0, time.time() - float(store.asked["created"])))
+        value = numbers.MISSING if not best else f"{store.asked['metric']}={numbers.figure(best[0].mean)}"
+        figures = [str(entry[key]) for key in ("points", FINISHED, RUNNING, "left", "ended_badly")]
+        rows.append([store.name, *figures, " ".join(age.split(" ")[:2]), value])
+    if as_json:
+        print(json.dumps(plain, indent=2))
+    else:
+        names = ("sweep", "runs", "finished", "running", "left", "ended badly", "age", "best")
+        print_columns(names, rows, names[1:7])
+        print(f"{len(found)} sweep{'' if len(found) == 1 else 's'}")
+    return EXIT_OK
+
+
+def _show(store: Store, as_json: bool) -> int:
+    points = store.points()
+    if as_json:
+        print(json.dumps({"name": store.name, **store.asked, "points": [asdict(point) for point in points]}, indent=2))
+        return EXIT_OK
+    metric = store.asked["metric"]
+    better = "lower" if store.asked["minimize"] else "higher"
+    print_rows(
+        [
+            ("folder", str(store.folder)),
+            ("command", shlex.join(["mgpu-pipe", *store.asked["words"]])),
+            ("ranked by", f"{metric}, {better} is better"),
+        ],
+        store.name,
+    )
+    names = ("run", "status", "step", metric, "time", "settings", "why")
+    cells = [
+        (
+            str(point.number),
+            point.status,
+            f"{point.step:,}" if point.step else numbers.MISSING,
+            numbers.figure(point.metric(metric), 5),
+            numbers.duration(point.wall_s) if point.wall_s else numbers.MISSING,
+            " ".join(point.overrides),
+            point.reason[:120],
+        )
+        for point in points
+    ]
+    print_columns(names, cells, ("run", "step", metric, "time"))
+    _say_best(store, points)
+    return EXIT_OK
+
+
+def _resume(store: Store, more: list[str]) -> int:
+    from mgpu_pipe.sweep.work import work
+
+    _back_to(store)
+    return work(store, ["mgpu-pipe", "sweeps", "resume", store.name])
+
+
+def _retry(store: Store, more: list[str]) -> int:
+    from mgpu_pipe.sweep.work import work
+
+    chosen = {positive_int(word) if word.isdigit() else _no_number(word) for word in more}
+    points = store.points()
+    again = [point for point in points if point.status in (*ENDED_BADLY, CANCELLED)]
+    if chosen:
+        unknown = chosen - {point.number for point in again}
+        if unknown:
+            raise BadInputError(f"mgpu-pipe sweeps retry {store.name}: point {min(unknown)} did not end badly")
+        again = [point for point in again if point.number in chosen]
+    for point in again:
+        store.change(point, status=WAITING, reason="", exit_code=0)
+    _back_to(store)
+    return work(store, ["mgpu-pipe", "sweeps", "retry", store.name, *more], {point.number for point in again} or {0})
+
+
+def _no_number(word: str) -> int:
+    raise BadInputError(f"mgpu-pipe sweeps retry: {word} is no point's number; see mgpu-pipe sweeps show")
+
+
+def _extend(store: Store, more: list[str]) -> int:
+    from mgpu_pipe.sweep.extend import extend
+    from mgpu_pipe.sweep.work import work
+
+    if not more:
+        raise BadInputError(f"mgpu-pipe sweeps extend {store.name}: give values, such as optimizer.lr=1e-4,3e-4")
+    _back_to(store)
+    extend(store, more)
+    return work(store, ["mgpu-pipe", "sweeps", "extend", store.name, *more])
+
+
+def _cancel(store: Store, more: list[str]) -> int:
+    for point in store.points():
+        if point.status in GOES_ON:
+            store.change(point, status=CANCELLED)
+    owners = {point.owner for point in store.points() if point.status == RUNNING}
+    for owner in owners:
+        boot, pid, _ = owner.split(":", 2)
+        if boot == boot_id():
+            os.kill(int(pid), signal.SIGTERM)
+    until = time.monotonic() + STOP_WAIT_S
+    while (points := store.points()) and any(point.status == RUNNING for point in points):
+        if time.monotonic() > until:
+            print(f"still running elsewhere: {[point.number for point in points if point.status == RUNNING]}")
+            return EXIT_FAILURE
+        time.sleep(0.1)
+    for point in points:
+        if point.status in GOES_ON:
+            store.change(point, status=CANCELLED)
+    counted = sum(point.status == CANCELLED for point in store.points())
+    print(f"cancelled: {counted} of {len(points)} runs")
+    return EXIT_OK
+
+
+def _best(store: Store, more: list[str]) -> int:
+    if not _say_best(store, store.points()):
+        raise BadInputError(f"mgpu-pipe sweeps best {store.name}: no point has finished yet")
+    return EXIT_OK
+
+
+def _report(store: Store, more: list[str]) -> int:
+    from mgpu_pipe.config.paths import COMPARISON, RunPaths
+    from mgpu_pipe.report.html import write_report
+
+    folders = [RunPaths(Path(point.folder)) for point in store.points() if point.folder]
+    if not folders:
+        raise BadInputError(f"mgpu-pipe sweeps report {store.name}: no run was begun yet")
+    print(write_report(folders, store.folder / COMPARISON))
+    return EXIT_OK
+
+
+def _say_best(store: Store, points: Sequence[Point]) -> bool:
+    """Print the best trial, those that the noise does not tell from it, and the command that repeats it."""
+    trials = _ranked(store, points)
+    if not trials:
+        return False
+    best, alike = trials[0], [trial for trial in trials if trial.alike]
+    words = [*store.asked["flags"], *store.asked["fixed"], *best.first.overrides]
+    rows = [("best", f"run {best.first.number}: {_figure(store, best)}")]
+    if alike:
+        named = ", ".join(f"{trial.first.number} ({_figure(store, trial)})" for trial in alike[:5])
+        rows.append(("no worse", f"within the noise of the seeds: {named}"))
+    print_rows(rows)
+    print(f"repeat it: {shlex.join(['mgpu-pipe', *words])}")
+    return True
+
+
+def _figure(store: Store, trial: Trial) -> str:
+    several = len(trial.points) > 1 and not math.isnan(trial.error)
+    noise = f" ± {numbers.figure(trial.error, 2)} over {len(trial.points)} seeds" if several else ""
+    return f"{store.asked['metric']} {numbers.figure(trial.mean, 5)}{noise}"
+
+
+def _ranked(store: Store, points: Sequence[Point]) -> list[Trial]:
+    return ranked(points, str(store.asked["metric"]), bool(store.asked["minimize"]))
+
+
+def _back_to(store: Store) -> None:
+    """Go where the sweep was begun: what it names by relative paths lies there."""
+    folder = str(store.asked["cwd"])
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise BadInputError(
+            f"{folder}: the sweep was begun in this folder ({error.strerror}); bring it back"
+        ) from error
+
+
+VERB = Verb(
+    "the sweeps there are: show, resume, extend, stop them, find the best run",
+    sweeps,
+    first_words=lambda: list(ACTIONS),
+)

@@ -1,0 +1,54 @@
+"""Adds points to a sweep that was begun."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.sweep.start import errors_by_point, refuse, with_seeds
+from mgpu_pipe.sweep.store import Store
+from mgpu_pipe.sweep.work import parsed_again
+
+
+def extend(store: Store, words: Sequence[str]) -> None:
+    """Add every combination of the values in ``words`` and the values that the sweep's other keys have already.
+
+    Raises:
+        BadInputError: ``words`` cannot be read, or all of their points are there.
+    """
+    asked = store.asked
+    known = hydra_cli.read_sweep(parsed_again(asked["flags"], [*asked["fixed"], *words]))
+    before = list(asked["fixed"])
+    given = [[_normal(word)] for word in known.fixed if word not in before]
+    given += [values for values in known.values.values() if isinstance(values, list)]
+    if len(given) < len(known.values):
+        raise BadInputError(f"{' '.join(words)}: list values, a,b,c; a range cannot be enumerated")
+    keys = {_key(values[0]) for values in given}
+    points = store.points()
+    others: dict[str, dict[str, None]] = {}
+    for point in points:
+        for override in point.overrides:
+            if _key(override) not in keys and not (_key(override) == "seed" and asked["seeds"] > 1):
+                others.setdefault(_key(override), {})[override] = None
+    there = {frozenset(point.overrides) for point in points}
+    settings = itertools.product(*map(list, others.values()), *given)
+    trials = [with_seeds(list(point), asked["seed"], asked["seeds"]) for point in settings]
+    new = [runs for runs in trials if frozenset(runs[0]) not in there]
+    if not new:
+        raise BadInputError(f"{' '.join(words)}: the sweep {store.name} has these points already")
+    refused = errors_by_point(asked["flags"], asked["fixed"], new)
+    refuse(store, store.add(new), refused)
+
+
+def _normal(override: str) -> str:
+    """As Hydra writes it where it is one of several values: ``1e-3`` is ``0.001``."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parsed = OverridesParser.create().parse_override(override)
+    return f"{parsed.get_key_element()}={parsed.get_value_element_as_str()}"
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]

@@ -1,0 +1,206 @@
+"""Begins a sweep: its points, all of them checked, its store; then the work on it."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.config.compose import Composition
+from mgpu_pipe.config.hydra_cli import SweepWords
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, raised_by
+from mgpu_pipe.launch.composed import each_point, notices_of
+from mgpu_pipe.runs.continue_line import hydra_quoted
+from mgpu_pipe.sweep.point import FAILED, Point
+from mgpu_pipe.sweep.store import Store, create
+from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, work
+
+MEASURED = (
+    "throughput/tokens_per_s",
+    "throughput/samples_per_s",
+    "throughput/step_s",
+    "throughput/mfu",
+    "memory/peak_gib",
+)
+"""What every run logs besides its objective's metrics; the memory on GPUs alone."""
+LOWER_IS_BETTER = ("throughput/step_s", "memory/peak_gib")
+
+
+def start(parsed: Namespace, words: Sequence[str]) -> int:
+    """Begin the sweep that ``words`` ask for, and run it; returns the program's exit code.
+
+    Raises:
+        ConfigErrors: the sweep's own keys are wrong, or no point of it can run.
+    """
+    from mgpu_pipe.checks.start import joined
+
+    if joined():
+        raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
+    asked = hydra_cli.read_sweep(parsed)
+    record = recorded(asked, words)
+    if not asked.plain:
+        return _by_hydra(parsed, create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record))
+    trials = grid(asked)
+    refused = errors_by_point(asked.flags, asked.fixed, trials)
+    if len(refused) == sum(map(len, trials)):
+        raise ConfigErrors(list(dict.fromkeys(error for errors in refused.values() for error in errors)))
+    store = create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record)
+    refuse(store, store.add(trials), refused)
+    return work(store, ["mgpu-pipe", *words])
+
+
+def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
+    """What ``sweep.json`` keeps.
+
+    Raises:
+        ConfigErrors: what is wrong with the sweep's own keys.
+    """
+    config, settings = asked.config, asked.config.sweep
+    errors: list[BadInputError] = []
+    if not config.run.root.strip():
+        errors.append(ConfigError("run.root", config.run.root, "give a folder, or leave it out"))
+    if config.run.dir is not None:
+        errors.append(ConfigError("run.dir", config.run.dir, "leave it out with -m: every run has its own folder"))
+    if settings.seeds < 1:
+        errors.append(ConfigError("sweep.seeds", settings.seeds, "use a whole number of at least 1"))
+    if settings.seeds > 1 and "seed" in asked.values:
+        errors.append(ConfigError("sweep.seeds", settings.seeds, "leave it out, or sweep no seed", "seeds are swept"))
+    swept = [key for key in asked.values if key.startswith("sweep.") or key in ("run.root", "run.dir")]
+    errors += [ConfigError(key, "...", "give one value", "it is the whole sweep's") for key in swept]
+    metric = config.sweep.metric if settings.metric != "auto" else _usual_metric(config)
+    errors += raised_by(lambda: _check_metric(config, metric))
+    if errors:
+        raise ConfigErrors(errors)
+    lower = metric in LOWER_IS_BETTER or not (
+        metric in MEASURED or ((one := description(config.objective.name).metric(metric)) and one.higher_is_better)
+    )
+    return {
+        "words": list(words),
+        "cwd": os.getcwd(),
+        "flags": [flag for flag in asked.flags if not flag.lstrip("+").startswith("hydra.")],
+        "fixed": [*(flag for flag in asked.flags if flag.lstrip("+").startswith("hydra.")), *asked.fixed],
+        "seed": config.seed,
+        "seeds": settings.seeds,
+        "metric": metric,
+        "minimize": lower if settings.direction == "auto" else settings.direction == "minimize",
+        "diverged_above": settings.diverged_above,
+    }
+
+
+def grid(asked: SweepWords) -> list[list[list[str]]]:
+    """Every combination of the values in the command line and the rows of ``sweep.points``, each for every seed.
+
+    Raises:
+        ConfigError: a key has a range of values, which cannot be enumerated.
+    """
+    listed: list[list[list[str]]] = []
+    for key, values in asked.values.items():
+        if not isinstance(values, list):
+            text = str(values.input_line).partition("=")[2]
+            raise ConfigError(key, text, "list its values, a,b,c or range(1,9,2)", "a range has no end of values")
+        listed.append([[value] for value in values])
+    if asked.config.sweep.points is not None:
+        listed.insert(0, read_points(Path(asked.config.sweep.points).expanduser()))
+    settings = ([word for part in point for word in part] for point in itertools.product(*listed))
+    return [with_seeds(point, asked.config.seed, asked.config.sweep.seeds) for point in settings]
+
+
+def with_seeds(overrides: Sequence[str], seed: int, seeds: int) -> list[list[str]]:
+    """A trial's runs: one, or one for each seed."""
+    return [[*overrides, f"seed={seed + at}"] for at in range(seeds)] if seeds > 1 else [list(overrides)]
+
+
+def read_points(path: Path) -> list[list[str]]:
+    """The overrides of every row of a csv file of points.
+
+    Raises:
+        ConfigError: the file cannot be read, has no row, or a row of another length.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            header, *rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
+        raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
+    if not rows:
+        raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            reason = f"line {number} has {len(row)} values for {len(header)} keys"
+            raise ConfigError("sweep.points", path, "quote a value that has commas", reason)
+    return [[f"{key.strip()}={_value(key, cell)}" for key, cell in zip(header, row, strict=True)] for row in rows]
+
+
+def _value(key: str, cell: str) -> str:
+    """A cell as Hydra reads it: a number, word, list or mapping as it stands, any other text quoted."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    text = cell.strip()
+    try:
+        one = OverridesParser.create().parse_override(f"{key.strip()}={text}")
+    except HydraException:
+        return hydra_quoted(text)
+    return hydra_quoted(text) if one.is_sweep_override() else one.get_value_element_as_str()
+
+
+def errors_by_point(
+    flags: Sequence[str], fixed: Sequence[str], trials: Iterable[Iterable[Sequence[str]]]
+) -> dict[int, list[BadInputError]]:
+    """What is wrong with each point that cannot run, by its place."""
+    points = [list(overrides) for runs in trials for overrides in runs]
+    parsed = parsed_again(flags, fixed)
+    composed = hydra_cli.compose_each(parsed, ([*parsed.overrides, *point] for point in points))
+    return {at: errors for at, made in enumerate(composed) if (errors := errors_of(made))}
+
+
+def errors_of(composition: Composition) -> list[BadInputError]:
+    """Everything that can be known to be wrong with a point."""
+
+    def check() -> None:
+        notices_of(composition)
+
+    return raised_by(check)
+
+
+def refuse(store: Store, points: Sequence[Point], refused: dict[int, list[BadInputError]]) -> None:
+    """Record the points that cannot run, and tell them before anything starts."""
+    for at, errors in refused.items():
+        point, reason = points[at], "; ".join(one_line(error) for error in errors)
+        shown = " ".join(point.overrides)
+        print(f"error: point {point.number} ({one_line(shown)}) cannot run: {reason}", file=sys.stderr)
+        store.change(point, status=FAILED, reason=reason, exit_code=EXIT_BAD_INPUT)
+
+
+def _usual_metric(config: RunConfig) -> str:
+    held_out = config.data.validation_fraction > 0 or config.data.validation_paths
+    return description(config.objective.name).headline.key if held_out else "train/loss"
+
+
+def _check_metric(config: RunConfig, metric: str) -> None:
+    known = [*description(config.objective.name).ranked, *MEASURED]
+    if metric not in known:
+        raise ConfigError("sweep.metric", metric, choose_from(metric, known), "no run logs it")
+    if metric.startswith("val/") and not (config.data.validation_fraction > 0 or config.data.validation_paths):
+        fix = "use train/loss, or hold data out with data.validation_fraction"
+        raise ConfigError("sweep.metric", metric, fix, "nothing is held out, so that it is never measured")
+
+
+def _by_hydra(parsed: Namespace, store: Store) -> int:
+    """Let another sweeper or launcher of Hydra's choose the points; each is stored as it comes."""
+    words = ["mgpu-pipe", *map(str, store.asked["words"])]
+
+    def job(composition: Composition) -> int:
+        (point,) = store.add([[[*composition.swept]]])
+        return run_composed(store, point, composition, words)
+
+    code = each_point(parsed, job, keep=True)
+    conclude(store)
+    return code

@@ -1,0 +1,252 @@
+"""A sweep's folder, ``<run.root>/sweeps/<name>``: what was asked for (``sweep.json``) and a record of every point.
+
+The records lie in an SQLite file, which several processes of one host may change at once; where the folder is on a
+network file system, whose locks SQLite cannot rely on, each is a file of its own (:mod:`.file_points`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, NotPlainError, parse_json, read_bytes
+from mgpu_pipe.config.replace_file import replace_file
+from mgpu_pipe.errors import BadInputError, ConfigError, print_error
+from mgpu_pipe.sweep.file_points import FilePoints
+from mgpu_pipe.sweep.point import Point, as_record, from_record, seen
+
+SWEEPS = "sweeps"
+VERSION = 1
+ASKED = "sweep.json"
+DATABASE = "points.sqlite"
+PAGE = "report.html"
+BUSY_S = 30.0
+"""How long a change waits for another process's."""
+STAMP = "%Y-%m-%d_%H-%M-%S"
+NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "gluster", "afs", "9p", "pvfs", "orangefs", "fuse")
+"""File systems, by the beginnings of their names, on which SQLite's locks may not hold."""
+
+
+class Points(Protocol):
+    """Where the points' records lie."""
+
+    def all(self) -> list[dict[str, Any]]:
+        """Every record, by number."""
+
+    def add(self, records: Sequence[dict[str, Any]]) -> bool:
+        """Add records, all or none; False where one of their numbers is taken."""
+
+    def change(self, number: int, expected: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+        """Change a record if it has the ``expected`` entries; whether it had them."""
+
+
+class Store:
+    """A sweep that was begun; see the module.
+
+    Raises:
+        BadInputError: there is no such sweep, or its store is damaged, locked or of a newer version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / ASKED
+        try:
+            asked = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
+        except FileNotFoundError:
+            raise BadInputError(f"{folder}: no sweep's folder (it has no {ASKED}); see mgpu-pipe sweeps list") from None
+        except (OSError, ValueError, NotPlainError) as error:
+            raise BadInputError(f"{path}: cannot be read ({error}); the runs themselves lie in run.root") from error
+        if not isinstance(asked, dict) or not isinstance(asked.get("version"), int):
+            raise BadInputError(f"{path}: not what a sweep writes; the runs themselves lie in run.root")
+        if asked["version"] > VERSION:
+            raise BadInputError(f"{path}: of a newer version of mgpu_pipe ({asked['version']}); use that one")
+        self.asked: dict[str, Any] = asked
+        self._points: Points = (
+            FilePoints(folder / "points") if asked.get("kind") == "files" else _Database(folder / DATABASE)
+        )
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def amend(self, **changes: object) -> None:
+        """Change entries of what was asked for."""
+        self.asked.update(changes)
+        with writing(self.folder):
+            replace_file(self.folder / ASKED, json.dumps(self.asked, indent=2) + "\n", flush=True)
+
+    def points(self) -> list[Point]:
+        """Every point as it is now, by number."""
+        return [seen(from_record(record)) for record in self._points.all()]
+
+    def add(self, trials: Iterable[Sequence[Sequence[str]]]) -> list[Point]:
+        """Add points; each trial is a list of its runs' overrides."""
+        wanted = [list(runs) for runs in trials]
+        while True:
+            first = max((record["number"] for record in self._points.all()), default=0) + 1
+            made: list[Point] = []
+            for runs in wanted:
+                trial = first + len(made)
+                made += [Point(trial + at, tuple(overrides), trial) for at, overrides in enumerate(runs)]
+            with writing(self.folder):
+                if self._points.add([as_record(point) for point in made]):
+                    return made
+
+    def change(self, point: Point, **changes: object) -> Point | None:
+        """Change a point that is as ``point`` says, by its status and owner; None where it is not any more."""
+        stored: dict[str, object] = {"status": point.status, "owner": point.owner}
+        if point.status == "interrupted":  # as seen; the store says running until somebody takes it over
+            stored = {"owner": point.owner, "attempts": point.attempts}
+        with writing(self.folder):
+            return replace(point, **changes) if self._points.change(point.number, stored, changes) else None  # type: ignore[arg-type]
+
+
+def create(root: Path, name: str | None, asked: Mapping[str, object]) -> Store:
+    """Begin a sweep below ``root`` (``run.root``); without a name it gets one by date and time.
+
+    Raises:
+        ConfigError: the name cannot be a folder's, or is taken.
+        BadInputError: the folder cannot be written.
+    """
+    if name is not None and ("/" in name or name in ("", ".", "..") or name.startswith(".")):
+        raise ConfigError("sweep.name", name, "use a plain folder name, without slashes or a leading dot")
+    sweeps = (root / SWEEPS).absolute()
+    with writing(sweeps):
+        sweeps.mkdir(parents=True, exist_ok=True)
+    wanted, number = name or time.strftime(STAMP), 1
+    while True:
+        folder = sweeps / (wanted if number == 1 else f"{wanted}-{number}")
+        partial = sweeps / f".{folder.name}.{os.getpid()}"
+        kind = "files" if on_network(sweeps) else "sqlite"
+        record: dict[str, object] = {"version": VERSION, "kind": kind, "created": time.time(), **asked}
+        try:
+            with writing(partial):
+                partial.mkdir()
+                replace_file(partial / ASKED, json.dumps(record, indent=2) + "\n", flush=True)
+            Store(partial).points()  # makes its database
+            try:
+                partial.rename(folder)  # whole at once: a folder that is not empty is never replaced
+                return Store(folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+        finally:
+            _remove(partial)
+        if name is not None:
+            fix = f"continue it with mgpu-pipe sweeps resume {name}, add points with mgpu-pipe sweeps extend {name}, "
+            raise ConfigError("sweep.name", name, fix + "or choose another name", "there is such a sweep already")
+        number += 1
+
+
+def find(root: Path, name: str) -> Store:
+    """The sweep of that name below ``root``, or in that folder."""
+    given = Path(name)
+    folder = given if (given / ASKED).is_file() else root / SWEEPS / name
+    if not (folder / ASKED).is_file():
+        there = ", ".join(path.name for path in _folders(root)[-5:]) or "there is none"
+        raise BadInputError(f"{name}: no such sweep below {root}; {there} (run.root=<folder> says where)")
+    return Store(folder.absolute())
+
+
+def stores(root: Path) -> list[Store]:
+    """The sweeps below ``root``, the newest first; one that cannot be read is told on stderr."""
+    found = []
+    for folder in _folders(root):
+        try:
+            found.append(Store(folder))
+        except BadInputError as error:
+            print_error(error)
+    return sorted(found, key=lambda store: float(store.asked.get("created", 0.0)), reverse=True)
+
+
+def _folders(root: Path) -> list[Path]:
+    sweeps = root / SWEEPS
+    folders = sweeps.iterdir() if sweeps.is_dir() else ()
+    return sorted(path for path in folders if not path.name.startswith(".") and (path / ASKED).is_file())
+
+
+def on_network(folder: Path) -> bool:
+    """Whether ``folder`` lies on a file system of another machine, as the kernel names it."""
+    path, kind, longest = str(folder.resolve()), "", -1
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        before, _, after = line.partition(" - ")
+        mount = before.split()[4].replace("\\040", " ")
+        if len(mount) > longest and (path == mount or path.startswith(mount.rstrip("/") + "/")):
+            kind, longest = after.split()[0], len(mount)
+    return kind.startswith(NETWORK)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn "cannot write here" into one line about the sweep's folder."""
+    try:
+        yield
+    except OSError as error:
+        raise BadInputError(
+            f"{folder}: the sweep's folder cannot be written ({error.strerror or error}); make room, or set run.root "
+            "to a folder that can be written"
+        ) from error
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Database:
+    """Points in an SQLite file. A change is one transaction, and on the disk when it returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def all(self) -> list[dict[str, Any]]:
+        with self._open() as database:
+            return [json.loads(row[0]) for row in database.execute("SELECT record FROM points ORDER BY number")]
+
+    def add(self, records: Sequence[dict[str, Any]]) -> bool:
+        rows = [(record["number"], json.dumps(record)) for record in records]
+        with self._open() as database:
+            try:
+                with database:
+                    database.executemany("INSERT INTO points VALUES (?, ?)", rows)
+            except sqlite3.IntegrityError:
+                return False
+        return True
+
+    def change(self, number: int, expected: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+        with self._open() as database, database:
+            database.execute("BEGIN IMMEDIATE")
+            row = database.execute("SELECT record FROM points WHERE number = ?", (number,)).fetchone()
+            record = json.loads(row[0]) if row else {}
+            if any(record.get(key) != value for key, value in expected.items()) or not record:
+                return False
+            text = json.dumps({**record, **changes})
+            database.execute("UPDATE points SET record = ? WHERE number = ?", (text, number))
+        return True
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(sqlite3.connect(self._path, timeout=BUSY_S)) as database:
+                database.execute("PRAGMA synchronous = NORMAL")
+                if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'points'").fetchone():
+                    database.execute("CREATE TABLE IF NOT EXISTS points (number INTEGER PRIMARY KEY, record TEXT)")
+                yield database
+        except sqlite3.OperationalError as error:
+            raise BadInputError(
+                f"{self._path}: the sweep's store cannot be used ({error}): another process holds it for long, or the "
+                "disk is full or read-only; nothing of the runs is lost"
+            ) from error
+        except (sqlite3.DatabaseError, ValueError) as error:
+            raise BadInputError(
+                f"{self._path}: the sweep's store is damaged ({error}); put a copy in its place, or begin the sweep "
+                "anew with checkpoint.resume=auto, which finds the runs that there are"
+            ) from error

@@ -1,0 +1,222 @@
+"""The work on a sweep: one process takes a point that nobody has, runs it, records its end, and takes the next."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.config.compose import Composition
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, MgpuError, NonFiniteError, one_line, print_error
+from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
+from mgpu_pipe.launch.stop import run_begins, run_ended, stop_requested
+from mgpu_pipe.runs.continue_line import this_program
+from mgpu_pipe.runs.summary import amend_summary, read_summary
+from mgpu_pipe.sweep.point import (
+    DIVERGED,
+    FAILED,
+    FINISHED,
+    GOES_ON,
+    INTERRUPTED,
+    OUT_OF_MEMORY,
+    RUNNING,
+    STOPPED,
+    Point,
+    me,
+)
+from mgpu_pipe.sweep.store import Store
+
+NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory|MemoryError")
+KILLED = "killed by SIGKILL"
+TABLE_ROWS = 50
+"""Runs that the table at a sweep's end reads whole."""
+
+
+def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) -> int:
+    """Run what waits and what was interrupted, until nothing is left, or a signal stops it.
+
+    Args:
+        command: what the user typed, for the runs' records.
+        numbers: of the points to run; none: all.
+
+    Returns:
+        the worst exit code of the sweep's points; 75 where some were not run.
+    """
+    tried: set[int] = set()
+    while not stop_requested():
+        point = _take_next(store, tried, numbers)
+        if point is None:
+            break
+        tried.add(point.number)  # one whose worker is killed time and again does not keep the others waiting
+        total = len(store.points())
+        print(f"run {point.number} of {total}: {shlex.join(point.overrides)}", file=sys.stderr, flush=True)
+        if _run(store, point, command) == EXIT_STOPPED:
+            break
+    return conclude(store)
+
+
+def conclude(store: Store) -> int:
+    """Say how a sweep stands: its table, its report, and the command that goes on; returns the exit code."""
+    from mgpu_pipe.launch.sweep_end import show_sweep
+
+    points = store.points()
+    left = [point for point in points if point.status in GOES_ON]
+    running = [point for point in points if point.status == RUNNING]
+    if left:
+        print(f"{len(left)} of {len(points)} runs are left, because the sweep was stopped", file=sys.stderr)
+    for point in running:
+        print(f"run {point.number} is under way in another process ({point.owner.split(':')[1]})", file=sys.stderr)
+    folders = [RunPaths(Path(point.folder)) for point in points if point.folder]
+    if folders:
+        show_sweep(folders[:TABLE_ROWS], store.folder, resume_line(store) if left else "")
+    print(f"sweep: {store.folder}", flush=True)
+    codes = [point.exit_code for point in points if point.status not in GOES_ON]
+    return max([*codes, EXIT_STOPPED if left else EXIT_OK], key=WORST_LAST.index)
+
+
+def resume_line(store: Store, verb: str = "resume") -> str:
+    """The command that goes on with a sweep."""
+    return shlex.join([*this_program(), "sweeps", verb, store.name, f"run.root={store.folder.parents[1]}"])
+
+
+def parsed_again(flags: Sequence[str], overrides: Sequence[str]) -> Namespace:
+    """A command line of Hydra's, as it was typed."""
+    return hydra_cli.parse([*flags, *overrides])
+
+
+def _take_next(store: Store, tried: Collection[int], numbers: Collection[int]) -> Point | None:
+    for point in store.points():
+        if point.status in GOES_ON and point.number not in tried and (not numbers or point.number in numbers):
+            taken = _take(store, point)
+            if taken is not None:
+                return taken
+    return None
+
+
+def _take(store: Store, point: Point) -> Point | None:
+    """Make a point this process's; None where another process was faster."""
+    return store.change(point, status=RUNNING, owner=me(), attempts=point.attempts + 1, begun=time.time(), reason="")
+
+
+def _run(store: Store, point: Point, command: Sequence[str]) -> int:
+    """Run a point that is this process's."""
+    parsed = parsed_again(store.asked["flags"], [*store.asked["fixed"], *point.overrides])
+    try:
+        composition = hydra_cli.compose_one(parsed)
+    except MgpuError as error:
+        return _refuse(store, point, error)
+    composition.swept = list(point.overrides)
+    return run_composed(store, point, composition, command)
+
+
+def run_composed(store: Store, point: Point, composition: Composition, command: Sequence[str]) -> int:
+    """Run a point, in its own folder where it has one already, and record its end; returns the exit code."""
+    if point.status != RUNNING:
+        point = _take(store, point) or point
+    run_begins()
+    if point.folder:
+        composition.config.run.dir, composition.config.checkpoint.resume = point.folder, "auto"
+    began, memory = time.monotonic(), _killed_for_memory()
+
+    def chosen(folder: Path) -> None:
+        nonlocal point
+        point = store.change(point, folder=str(folder)) or point
+
+    try:
+        checked(composition)
+        result = launched(composition, command, chosen)
+    except MgpuError as error:
+        return _refuse(store, point, error)
+    except Exception as error:  # a defect of this program: shown whole, and the other runs go on
+        traceback.print_exc()
+        return _end(store, point, FAILED, EXIT_FAILURE, repr(error), {}, time.monotonic() - began)
+    run_ended(asked_to_stop=result.asked_to_stop)
+    chosen(result.folder)
+    summary = read_summary(RunPaths(result.folder))
+    short = _killed_for_memory() > memory
+    status, reason = outcome(result.exit_code, summary, short, store.asked.get("diverged_above"))
+    if summary and summary.get("status") != status and status in (DIVERGED, OUT_OF_MEMORY):
+        amend_summary(RunPaths(result.folder), status=status, reason=reason)
+    code = result.exit_code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
+    _end(store, point, status, code, reason, summary, time.monotonic() - began)
+    return EXIT_STOPPED if status == STOPPED else code
+
+
+def outcome(code: int, summary: Mapping[str, Any], short: bool, bound: float | None = None) -> tuple[str, str]:
+    """What became of a run, and why.
+
+    Args:
+        code: exit code of its launch.
+        short: the kernel killed a process for its memory meanwhile.
+        bound: training loss above which it counts as diverged.
+    """
+    error = summary.get("error")
+    told = {str(key): str(value) for key, value in error.items()} if isinstance(error, Mapping) else {}
+    reason, kind = one_line(told.get("message", "")), told.get("type", "")
+    if code == EXIT_OK:
+        loss = _figures(summary).get("train/loss", math.nan)
+        if bound is not None and loss > bound:
+            return DIVERGED, f"train/loss={loss:.4g} is above sweep.diverged_above={bound:g}"
+        return FINISHED, ""
+    if code == EXIT_STOPPED:
+        return STOPPED, ""
+    if kind == NonFiniteError.__name__:
+        return DIVERGED, reason
+    if NO_MEMORY.search(kind) or NO_MEMORY.search(reason):
+        return OUT_OF_MEMORY, reason
+    if KILLED in reason:
+        return (OUT_OF_MEMORY, reason) if short else (INTERRUPTED, "its worker was killed from outside")
+    return FAILED, reason
+
+
+def _refuse(store: Store, point: Point, error: MgpuError) -> int:
+    print_error(error)
+    return _end(store, point, FAILED, error.exit_code, one_line(error), {}, 0.0)
+
+
+def _end(
+    store: Store, point: Point, status: str, code: int, reason: str, summary: Mapping[str, Any], wall_s: float
+) -> int:
+    """Record how a launch of a point ended; ``wall_s`` is this launch's time."""
+    step, world = summary.get("step"), summary.get("world_size")
+    store.change(
+        point,
+        status=status,
+        owner="",
+        exit_code=code,
+        reason=reason,
+        metrics=_figures(summary),
+        step=step if isinstance(step, int) else point.step,
+        wall_s=point.wall_s + wall_s,
+        cost_s=point.cost_s + wall_s * (world if isinstance(world, int) else 1),
+    )
+    return code
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, float]:
+    metrics = summary.get("metrics")
+    values = metrics.items() if isinstance(metrics, Mapping) else ()
+    memory = summary.get("memory")
+    peak = {"memory/peak_gib": memory["peak_gib"]} if isinstance(memory, Mapping) and "peak_gib" in memory else {}
+    return {
+        str(name): float(value)
+        for name, value in [*values, *peak.items()]
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _killed_for_memory() -> int:
+    """Processes that the kernel has killed on this machine since its boot because memory ran out."""
+    for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+        if line.startswith("oom_kill "):
+            return int(line.split()[1])
+    return 0
