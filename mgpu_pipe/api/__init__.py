@@ -20,7 +20,7 @@ from mgpu_pipe.api.exceptions import as_exceptions
 from mgpu_pipe.api.run import PathLike, Run
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, WorkerError, concealed
+from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, concealed
 
 if TYPE_CHECKING:
     from mgpu_pipe.checks.notices import Notice

@@ -277,7 +277,7 @@ def _back_to(store: Store) -> None:
 
 
 VERB = Verb(
-    "the sweeps there are: show, resume, extend, stop them, find the best run",
+    "the sweeps there are: show, resume, extend or cancel them",
     sweeps,
     first_words=lambda: list(ACTIONS),
 )

@@ -21,7 +21,7 @@ def test_the_mean_counts_with_its_interval() -> None:
     best, other = ranked([*runs(1, *first), *runs(2, *second)], "val/loss", minimize=True)
     assert [best.first.trial, other.first.trial] == [2, 1] and not other.alike
     spread = math.sqrt((statistics.variance(first) + statistics.variance(second)) / 2)
-    assert best.mean == statistics.mean(second)
+    assert math.isclose(best.mean, statistics.mean(second))
     assert math.isclose(best.error, 2.78 * spread / math.sqrt(3))
 
 
