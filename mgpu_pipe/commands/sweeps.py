@@ -21,7 +21,7 @@ from mgpu_pipe.report import numbers
 from mgpu_pipe.report.rows import print_columns, print_rows
 from mgpu_pipe.runs.lock import boot_id
 from mgpu_pipe.runs.newest import ROOT_KEY, split_root
-from mgpu_pipe.sweep.best import Trial, ranked
+from mgpu_pipe.sweep.best import Trial, pareto, ranked
 from mgpu_pipe.sweep.point import CANCELLED, ENDED_BADLY, FINISHED, GOES_ON, RUNNING, WAITING, Point
 from mgpu_pipe.sweep.store import Store, find, stores
 
@@ -108,14 +108,14 @@ def _list(found: Sequence[Store], as_json: bool) -> int:
             **counted,
             "left": left,
             "ended_badly": sum(point.status in ENDED_BADLY for point in points),
-            "metric": store.asked["metric"],
+            "metric": store.asked["metrics"][0],
             "best": best[0].mean if best else None,
             "created": store.asked["created"],
             "folder": str(store.folder),
         }
         plain.append(entry)
         age = numbers.duration(max(0.0, time.time() - float(store.asked["created"])))
-        value = numbers.MISSING if not best else f"{store.asked['metric']}={numbers.figure(best[0].mean)}"
+        value = numbers.MISSING if not best else f"{store.asked['metrics'][0]}={numbers.figure(best[0].mean)}"
         figures = [str(entry[key]) for key in ("points", FINISHED, RUNNING, "left", "ended_badly")]
         rows.append([store.name, *figures, " ".join(age.split(" ")[:2]), value])
     if as_json:
@@ -132,30 +132,30 @@ def _show(store: Store, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"name": store.name, **store.asked, "points": [asdict(point) for point in points]}, indent=2))
         return EXIT_OK
-    metric = store.asked["metric"]
-    better = "lower" if store.asked["minimize"] else "higher"
+    metrics = list(store.asked["metrics"])
+    ways = ["lower" if one else "higher" for one in store.asked["minimize"]]
     print_rows(
         [
             ("folder", str(store.folder)),
             ("command", shlex.join(["mgpu-pipe", *store.asked["words"]])),
-            ("ranked by", f"{metric}, {better} is better"),
+            ("ranked by", "; ".join(f"{one}, {way} is better" for one, way in zip(metrics, ways, strict=True))),
         ],
         store.name,
     )
-    names = ("run", "status", "step", metric, "time", "settings", "why")
+    names = ("run", "status", "step", *metrics, "time", "settings", "why")
     cells = [
         (
             str(point.number),
             point.status,
             f"{point.step:,}" if point.step else numbers.MISSING,
-            numbers.figure(point.metric(metric), 5),
+            *(numbers.figure(point.metric(metric), 5) for metric in metrics),
             numbers.duration(point.wall_s) if point.wall_s else numbers.MISSING,
             " ".join(point.overrides),
             point.reason[:120],
         )
         for point in points
     ]
-    print_columns(names, cells, ("run", "step", metric, "time"))
+    print_columns(names, cells, ("run", "step", *metrics, "time"))
     _say_best(store, points)
     return EXIT_OK
 
@@ -244,6 +244,13 @@ def _say_best(store: Store, points: Sequence[Point]) -> bool:
     trials = _ranked(store, points)
     if not trials:
         return False
+    if len(store.asked["metrics"]) > 1:
+        front = pareto(points, store.asked["metrics"], store.asked["minimize"])
+        print("no other run beats these in both:")
+        for point in front:
+            reached = ", ".join(f"{name} {numbers.figure(point.metric(name))}" for name in store.asked["metrics"])
+            print(f"  run {point.number}: {reached}: {' '.join(point.overrides)}")
+        return bool(front)
     best, alike = trials[0], [trial for trial in trials if trial.alike]
     words = [*store.asked["flags"], *store.asked["fixed"], *best.first.overrides]
     rows = [("best", f"run {best.first.number}: {_figure(store, best)}")]
@@ -258,11 +265,11 @@ def _say_best(store: Store, points: Sequence[Point]) -> bool:
 def _figure(store: Store, trial: Trial) -> str:
     several = len(trial.points) > 1 and not math.isnan(trial.error)
     noise = f" ± {numbers.figure(trial.error, 2)} over {len(trial.points)} seeds" if several else ""
-    return f"{store.asked['metric']} {numbers.figure(trial.mean, 5)}{noise}"
+    return f"{store.asked['metrics'][0]} {numbers.figure(trial.mean, 5)}{noise}"
 
 
 def _ranked(store: Store, points: Sequence[Point]) -> list[Trial]:
-    return ranked(points, str(store.asked["metric"]), bool(store.asked["minimize"]))
+    return ranked(points, store.asked["metrics"][0], store.asked["minimize"][0])
 
 
 def _back_to(store: Store) -> None:
@@ -276,8 +283,4 @@ def _back_to(store: Store) -> None:
         ) from error
 
 
-VERB = Verb(
-    "the sweeps there are: show, resume, extend or cancel them",
-    sweeps,
-    first_words=lambda: list(ACTIONS),
-)
+VERB = Verb("the sweeps there are: show, resume, extend or cancel them", sweeps, first_words=lambda: list(ACTIONS))

@@ -65,6 +65,22 @@ def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:
     return trials
 
 
+def pareto(points: Sequence[Point], metrics: Sequence[str], minimize: Sequence[bool]) -> list[Point]:
+    """The finished points that no other one equals or beats in every metric, ordered by the first."""
+
+    def costs(point: Point) -> list[float]:
+        return [point.metric(name) * (1 if lower else -1) for name, lower in zip(metrics, minimize, strict=True)]
+
+    whole = [(costs(point), point) for point in points if point.status == FINISHED]
+    whole = [(cost, point) for cost, point in whole if not any(map(math.isnan, cost))]
+    front = [
+        (cost, point)
+        for cost, point in whole
+        if not any(other != cost and all(a <= b for a, b in zip(other, cost, strict=True)) for other, _ in whole)
+    ]
+    return [point for _, point in sorted(front, key=lambda one: (one[0], one[1].number))]
+
+
 def _measured(runs: Sequence[Point], metric: str) -> bool:
     """Whether all runs of a trial that began and were not stopped finished, and were measured."""
     return all(run.status == FINISHED and not math.isnan(run.metric(metric)) for run in runs)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.sweep.start import errors_by_point, refuse, with_seeds
+from mgpu_pipe.sweep.start import errors_by_point, refuse
 from mgpu_pipe.sweep.store import Store
-from mgpu_pipe.sweep.work import parsed_again
+from mgpu_pipe.sweep.work import parsed_again, with_seeds
 
 
 def extend(store: Store, words: Sequence[str]) -> None:
@@ -19,6 +19,11 @@ def extend(store: Store, words: Sequence[str]) -> None:
         BadInputError: ``words`` cannot be read, or all of their points are there.
     """
     asked = store.asked
+    if asked["search"] != "grid":
+        key, _, number = words[0].partition("=")
+        if len(words) > 1 or key != "sweep.trials" or not number.isdigit() or int(number) <= asked["trials"]:
+            raise BadInputError(f"{' '.join(words)}: a search is extended by sweep.trials=N, above {asked['trials']}")
+        return store.amend(trials=int(number))
     known = hydra_cli.read_sweep(parsed_again(asked["flags"], [*asked["fixed"], *words]))
     before = list(asked["fixed"])
     given = [[_normal(word)] for word in known.fixed if word not in before]

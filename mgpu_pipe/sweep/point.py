@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from mgpu_pipe.runs.lock import boot_id, process_identity
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
 STOPPED, INTERRUPTED, CANCELLED = "stopped", "interrupted", "cancelled"
+PAUSED, PRUNED = "paused", "pruned"
+"""At a rung, while others may still promote it; and for good, when the sweep had ended."""
 FAILED, DIVERGED, OUT_OF_MEMORY = "failed", "diverged", "out_of_memory"
 GOES_ON = (WAITING, STOPPED, INTERRUPTED)
 """What ``sweeps resume`` runs; a running point whose process is gone counts as interrupted."""
@@ -37,6 +39,8 @@ class Point:
         attempts: how often it was begun or continued.
         owner: the process that runs it, as :func:`~mgpu_pipe.runs.lock.process_identity` names it.
         exit_code: of its last launch.
+        rungs: of a sweep that prunes, its metric by the steps after which it was looked at.
+        budget: steps that it may train to now; 0: to its end.
         version: counts what others than its owner changed, for stores of files.
     """
 
@@ -54,6 +58,8 @@ class Point:
     owner: str = ""
     exit_code: int = 0
     begun: float = 0.0
+    rungs: Mapping[int, float] = field(default_factory=dict)
+    budget: int = 0
     version: int = 0
 
     def metric(self, name: str) -> float:
@@ -72,7 +78,7 @@ def seen(point: Point) -> Point:
     """``point`` as it is now: interrupted where it was running and its process is gone."""
     if point.status != RUNNING or _lives(point.owner):
         return point
-    return Point(**{**asdict(point), "status": INTERRUPTED, "overrides": point.overrides})
+    return replace(point, status=INTERRUPTED)
 
 
 def me() -> str:
@@ -97,4 +103,5 @@ def from_record(record: Mapping[str, Any]) -> Point:
     known = {one.name for one in fields(Point)}
     values = {key: value for key, value in record.items() if key in known}
     overrides: Sequence[str] = values.get("overrides", ())
-    return Point(**{**values, "overrides": tuple(overrides)})
+    rungs = {int(step): value for step, value in values.get("rungs", {}).items()}
+    return Point(**{**values, "overrides": tuple(overrides), "rungs": rungs})

@@ -7,8 +7,9 @@ import itertools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
@@ -20,8 +21,11 @@ from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigE
 from mgpu_pipe.launch.composed import each_point, notices_of
 from mgpu_pipe.runs.continue_line import hydra_quoted
 from mgpu_pipe.sweep.point import FAILED, Point
+from mgpu_pipe.sweep.pruning import rungs_of
+from mgpu_pipe.sweep.search import check_installed
+from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, parameter
 from mgpu_pipe.sweep.store import Store, create
-from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, work
+from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, with_seeds, work
 
 MEASURED = (
     "throughput/tokens_per_s",
@@ -31,6 +35,7 @@ MEASURED = (
     "memory/peak_gib",
 )
 """What every run logs besides its objective's metrics; the memory on GPUs alone."""
+SPACE = "sweep.space."
 LOWER_IS_BETTER = ("throughput/step_s", "memory/peak_gib")
 
 
@@ -48,11 +53,17 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     record = recorded(asked, words)
     if not asked.plain:
         return _by_hydra(parsed, create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record))
+    root, name = Path(asked.config.run.root).expanduser(), asked.config.sweep.name
+    if record["search"] != "grid":
+        tried = ends(from_record(record["space"]))  # type: ignore[arg-type]
+        if errors := errors_by_point(asked.flags, asked.fixed, [tried]):
+            raise ConfigErrors(list(dict.fromkeys(error for several in errors.values() for error in several)))
+        return work(create(root, name, record), ["mgpu-pipe", *words])
     trials = grid(asked)
     refused = errors_by_point(asked.flags, asked.fixed, trials)
     if len(refused) == sum(map(len, trials)):
         raise ConfigErrors(list(dict.fromkeys(error for errors in refused.values() for error in errors)))
-    store = create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record)
+    store = create(root, name, record)
     refuse(store, store.add(trials), refused)
     return work(store, ["mgpu-pipe", *words])
 
@@ -73,15 +84,25 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
         errors.append(ConfigError("sweep.seeds", settings.seeds, "use a whole number of at least 1"))
     if settings.seeds > 1 and "seed" in asked.values:
         errors.append(ConfigError("sweep.seeds", settings.seeds, "leave it out, or sweep no seed", "seeds are swept"))
-    swept = [key for key in asked.values if key.startswith("sweep.") or key in ("run.root", "run.dir")]
-    errors += [ConfigError(key, "...", "give one value", "it is the whole sweep's") for key in swept]
-    metric = config.sweep.metric if settings.metric != "auto" else _usual_metric(config)
-    errors += raised_by(lambda: _check_metric(config, metric))
+    whole = [key for key in asked.values if key.startswith("sweep.") and not key.startswith(SPACE)]
+    whole += [key for key in asked.values if key in ("run.root", "run.dir")]
+    errors += [ConfigError(key, "...", "give one value", "it is the whole sweep's") for key in whole]
+    metrics = [settings.metric] if isinstance(settings.metric, str) else list(settings.metric)
+    metrics = [_usual_metric(config) if metric == "auto" else metric for metric in metrics]
+    for metric in metrics:
+        errors += raised_by(lambda metric=metric: _check_metric(config, metric))  # type: ignore[misc]
+    errors += _search_errors(config, len(metrics))
+    space: list[Parameter] = []
+    for key, value in [*flat(settings.space), *_typed_space(asked)] if settings.search != "grid" else ():
+        try:
+            space.append(parameter(key, value))
+        except ConfigError as error:
+            errors.append(error)
+    if settings.search != "grid" and not space and not errors:
+        fix = "give ranges or lists, such as optimizer.lr=interval(1e-5,1e-3) or sweep.space.optimizer.lr"
+        errors.append(ConfigError("sweep.search", settings.search, fix, "the space is empty"))
     if errors:
         raise ConfigErrors(errors)
-    lower = metric in LOWER_IS_BETTER or not (
-        metric in MEASURED or ((one := description(config.objective.name).metric(metric)) and one.higher_is_better)
-    )
     return {
         "words": list(words),
         "cwd": os.getcwd(),
@@ -89,10 +110,74 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
         "fixed": [*(flag for flag in asked.flags if flag.lstrip("+").startswith("hydra.")), *asked.fixed],
         "seed": config.seed,
         "seeds": settings.seeds,
-        "metric": metric,
-        "minimize": lower if settings.direction == "auto" else settings.direction == "minimize",
+        "metrics": metrics,
+        "minimize": [_lower_is_better(config, metric) for metric in metrics],
         "diverged_above": settings.diverged_above,
+        "search": settings.search,
+        "trials": settings.trials,
+        "space": as_record(space),
+        "pruner": settings.pruner,
+        "rungs": [] if settings.pruner == "none" else rungs_of(config.trainer.max_steps or 0, settings.rungs),
+        "parallel": settings.parallel,
     }
+
+
+def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
+    """What does not go together in the sweep's own keys."""
+    sweep, steps = config.sweep, config.trainer.max_steps
+    yield from raised_by(lambda: check_installed(sweep.search))
+    for key, value in (("trials", sweep.trials), ("parallel", sweep.parallel)):
+        if value < 1:
+            yield ConfigError(f"sweep.{key}", value, "use a whole number of at least 1")
+    if metrics not in (1, 2) or (metrics == 2 and sweep.search in ("gp", "tpe")):
+        yield ConfigError("sweep.metric", sweep.metric, "give one, or two with sweep.search=grid, random or nsga2")
+    if sweep.search == "nsga2" and metrics != 2:
+        yield ConfigError("sweep.search", "nsga2", "give two, sweep.metric=[a,b]", "it weighs two metrics")
+    if sweep.search != "grid" and sweep.points is not None:
+        yield ConfigError("sweep.points", sweep.points, "leave it out, or use sweep.search=grid", "points are drawn")
+    if sweep.space and sweep.search == "grid":
+        fix = "choose sweep.search=random, tpe, gp or nsga2"
+        yield ConfigError("sweep.space", "{...}", fix, "a grid has no ranges; its values are lists")
+    if sweep.pruner == "none":
+        return
+    why = "sweep.pruner trains in parts"
+    if steps is None or steps < 3:
+        yield ConfigError("trainer.max_steps", steps, "give the steps of a whole run", why)
+    if not config.checkpoint.save_last:
+        yield ConfigError("checkpoint.save_last", False, "leave it at true", why)
+    if metrics == 2 or sweep.seeds > 1:
+        yield ConfigError("sweep.pruner", sweep.pruner, "use one metric and sweep.seeds=1", "it ranks single runs")
+
+
+def _typed_space(asked: SweepWords) -> Iterator[tuple[str, Any]]:
+    """The values and ranges in the command line, by key."""
+    for key, values in asked.values.items():
+        listed = [value.partition("=")[2] for value in values] if isinstance(values, list) else values
+        yield key.removeprefix(SPACE), listed
+
+
+def _lower_is_better(config: RunConfig, metric: str) -> bool:
+    if config.sweep.direction != "auto":
+        return config.sweep.direction == "minimize"
+    known = description(config.objective.name).metric(metric)
+    return metric in LOWER_IS_BETTER or not (metric in MEASURED or (known is not None and known.higher_is_better))
+
+
+def ends(space: Sequence[Parameter]) -> list[list[str]]:
+    """Points at the ends of a space, by which one that cannot run is found: each value once, the others at their first.
+
+    Parameters under a condition are tried where it holds.
+    """
+    points: list[list[str]] = []
+    for one in space:
+        for value in one.ends:
+            chosen: dict[str, str] = dict(one.when or {})
+            chosen[one.key] = value
+            for other in space:
+                if other.key not in chosen and other.applies(chosen):
+                    chosen[other.key] = other.ends[0]
+            points.append([f"{key}={value}" for key, value in chosen.items()])
+    return points
 
 
 def grid(asked: SweepWords) -> list[list[list[str]]]:
@@ -111,11 +196,6 @@ def grid(asked: SweepWords) -> list[list[list[str]]]:
         listed.insert(0, read_points(Path(asked.config.sweep.points).expanduser()))
     settings = ([word for part in point for word in part] for point in itertools.product(*listed))
     return [with_seeds(point, asked.config.seed, asked.config.sweep.seeds) for point in settings]
-
-
-def with_seeds(overrides: Sequence[str], seed: int, seeds: int) -> list[list[str]]:
-    """A trial's runs: one, or one for each seed."""
-    return [[*overrides, f"seed={seed + at}"] for at in range(seeds)] if seeds > 1 else [list(overrides)]
 
 
 def read_points(path: Path) -> list[list[str]]:

@@ -86,11 +86,17 @@ class Store:
         """Every point as it is now, by number."""
         return [seen(from_record(record)) for record in self._points.all()]
 
-    def add(self, trials: Iterable[Sequence[Sequence[str]]]) -> list[Point]:
-        """Add points; each trial is a list of its runs' overrides."""
+    def add(self, trials: Iterable[Sequence[Sequence[str]]], after: int | None = None) -> list[Point]:
+        """Add points; each trial is a list of its runs' overrides.
+
+        Args:
+            after: number of the last point there is; where another process has added some since, nothing is added.
+        """
         wanted = [list(runs) for runs in trials]
         while True:
             first = max((record["number"] for record in self._points.all()), default=0) + 1
+            if after is not None and first != after + 1:
+                return []
             made: list[Point] = []
             for runs in wanted:
                 trial = first + len(made)

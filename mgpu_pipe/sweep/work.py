@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
@@ -9,13 +10,14 @@ import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, MgpuError, NonFiniteError, one_line, print_error
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
 from mgpu_pipe.launch.stop import run_begins, run_ended, stop_requested
@@ -28,15 +30,21 @@ from mgpu_pipe.sweep.point import (
     GOES_ON,
     INTERRUPTED,
     OUT_OF_MEMORY,
+    PAUSED,
+    PRUNED,
     RUNNING,
     STOPPED,
     Point,
     me,
 )
+from mgpu_pipe.sweep.pruning import promoted
+from mgpu_pipe.sweep.search import Tried, suggest
+from mgpu_pipe.sweep.space import from_record
 from mgpu_pipe.sweep.store import Store
 
 NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory|MemoryError")
 KILLED = "killed by SIGKILL"
+POLL_S = 0.2
 TABLE_ROWS = 50
 """Runs that the table at a sweep's end reads whole."""
 
@@ -51,24 +59,33 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
     Returns:
         the worst exit code of the sweep's points; 75 where some were not run.
     """
+    from mgpu_pipe.sweep import parallel
+
+    if store.asked["parallel"] > 1 and not parallel.is_worker():
+        parallel.work_together(store, numbers)
+        return conclude(store)
     tried: set[int] = set()
     while not stop_requested():
-        point = _take_next(store, tried, numbers)
+        point = take_next(store, tried, numbers)
+        if point is None and _awaits_others(store, numbers):
+            time.sleep(POLL_S)
+            continue
         if point is None:
             break
         tried.add(point.number)  # one whose worker is killed time and again does not keep the others waiting
-        total = len(store.points())
-        print(f"run {point.number} of {total}: {shlex.join(point.overrides)}", file=sys.stderr, flush=True)
+        total = max(len(store.points()), store.asked["trials"] if store.asked["search"] != "grid" else 0)
+        until = f" to step {point.budget}" if store.asked["rungs"] else ""
+        print(f"run {point.number} of {total}{until}: {shlex.join(point.overrides)}", file=sys.stderr, flush=True)
         if _run(store, point, command) == EXIT_STOPPED:
             break
-    return conclude(store)
+    return EXIT_OK if parallel.is_worker() else conclude(store)
 
 
 def conclude(store: Store) -> int:
     """Say how a sweep stands: its table, its report, and the command that goes on; returns the exit code."""
     from mgpu_pipe.launch.sweep_end import show_sweep
 
-    points = store.points()
+    points = _settled(store)
     left = [point for point in points if point.status in GOES_ON]
     running = [point for point in points if point.status == RUNNING]
     if left:
@@ -83,6 +100,19 @@ def conclude(store: Store) -> int:
     return max([*codes, EXIT_STOPPED if left else EXIT_OK], key=WORST_LAST.index)
 
 
+def _settled(store: Store) -> list[Point]:
+    """The points; those that no rung promotes any more, because nothing else is to come, are pruned for good."""
+    points = store.points()
+    grid = store.asked["search"] == "grid"
+    open_ones = any(point.status in (RUNNING, *GOES_ON) for point in points)
+    if open_ones or stop_requested() or not (grid or len({point.trial for point in points}) >= store.asked["trials"]):
+        return points
+    for point in points:
+        if point.status == PAUSED and store.change(point, status=PRUNED):
+            amend_summary(RunPaths(Path(point.folder)), status=PRUNED)
+    return store.points()
+
+
 def resume_line(store: Store, verb: str = "resume") -> str:
     """The command that goes on with a sweep."""
     return shlex.join([*this_program(), "sweeps", verb, store.name, f"run.root={store.folder.parents[1]}"])
@@ -93,18 +123,84 @@ def parsed_again(flags: Sequence[str], overrides: Sequence[str]) -> Namespace:
     return hydra_cli.parse([*flags, *overrides])
 
 
-def _take_next(store: Store, tried: Collection[int], numbers: Collection[int]) -> Point | None:
-    for point in store.points():
-        if point.status in GOES_ON and point.number not in tried and (not numbers or point.number in numbers):
-            taken = _take(store, point)
-            if taken is not None:
+def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = ()) -> Point | None:
+    """The next point to run, made this process's: one that is open, one that a rung promotes, or a new one.
+
+    Args:
+        tried: numbers of those that this process has run to an end already.
+        numbers: of the points to run; none: all.
+    """
+    while True:
+        points = store.points()
+        first = next(iter(store.asked["rungs"]), 0)
+        for point in points:
+            wanted = point.status in GOES_ON and point.number not in tried and (not numbers or point.number in numbers)
+            if wanted and (taken := _take(store, point, budget=point.budget or first)) is not None:
                 return taken
-    return None
+        if numbers:
+            return None
+        for point, budget in _promoted(store, points):
+            if (taken := _take(store, point, budget=budget)) is not None:
+                return taken
+        if store.asked["search"] == "grid" or len({point.trial for point in points}) >= store.asked["trials"]:
+            return None
+        chosen = suggest(
+            store.asked["search"],
+            from_record(store.asked["space"]),
+            so_far(store, points),
+            store.asked["minimize"],
+            store.asked["seed"],
+        )
+        runs = with_seeds(
+            [f"{key}={value}" for key, value in chosen.items()], store.asked["seed"], store.asked["seeds"]
+        )
+        store.add([runs], after=len(points))
 
 
-def _take(store: Store, point: Point) -> Point | None:
+def with_seeds(overrides: Sequence[str], seed: int, seeds: int) -> list[list[str]]:
+    """A trial's runs: one, or one for each seed."""
+    return [[*overrides, f"seed={seed + at}"] for at in range(seeds)] if seeds > 1 else [list(overrides)]
+
+
+def so_far(store: Store, points: Sequence[Point]) -> list[Tried]:
+    """The trials, as a search is told them; of several seeds the mean."""
+    by_trial: dict[int, list[Point]] = {}
+    for point in points:
+        by_trial.setdefault(point.trial, []).append(point)
+    keys = {record["key"] for record in store.asked["space"]}
+    tried = []
+    for runs in by_trial.values():
+        chosen = {key: value for key, value in runs[0].settings.items() if key in keys}
+        columns = [[run.metric(metric) for run in runs] for metric in store.asked["metrics"]]
+        whole = all(run.status == FINISHED for run in runs) and not any(map(math.isnan, itertools.chain(*columns)))
+        values = [math.fsum(column) / len(column) for column in columns] if whole else []
+        ended = not any(run.status in (RUNNING, *GOES_ON) for run in runs)
+        tried.append(Tried(chosen, values, ended, runs[0].rungs))
+    return tried
+
+
+def _promoted(store: Store, points: Sequence[Point]) -> Iterator[tuple[Point, int]]:
+    rungs = store.asked["rungs"]
+    if not rungs:
+        return
+    reached = {point.number: point.rungs for point in points if point.rungs}
+    by_number = {point.number: point for point in points}
+    for number in promoted(reached, rungs, store.asked["minimize"][0], store.asked["pruner"]):
+        point = by_number[number]
+        if point.status in (PAUSED, PRUNED):
+            yield point, next(rung for rung in rungs if rung > max(point.rungs))
+
+
+def _awaits_others(store: Store, numbers: Collection[int]) -> bool:
+    """Whether what other processes run may promote a point or leave room for one."""
+    pruning = bool(store.asked["rungs"]) and not numbers
+    return pruning and any(point.status == RUNNING for point in store.points())
+
+
+def _take(store: Store, point: Point, budget: int = 0) -> Point | None:
     """Make a point this process's; None where another process was faster."""
-    return store.change(point, status=RUNNING, owner=me(), attempts=point.attempts + 1, begun=time.time(), reason="")
+    attempts, now = point.attempts + 1, time.time()
+    return store.change(point, status=RUNNING, owner=me(), attempts=attempts, begun=now, reason="", budget=budget)
 
 
 def _run(store: Store, point: Point, command: Sequence[str]) -> int:
@@ -125,6 +221,7 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     run_begins()
     if point.folder:
         composition.config.run.dir, composition.config.checkpoint.resume = point.folder, "auto"
+    _limit(composition.config, point.budget)
     began, memory = time.monotonic(), _killed_for_memory()
 
     def chosen(folder: Path) -> None:
@@ -147,8 +244,27 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     if summary and summary.get("status") != status and status in (DIVERGED, OUT_OF_MEMORY):
         amend_summary(RunPaths(result.folder), status=status, reason=reason)
     code = result.exit_code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
+    if status == FINISHED and point.budget:
+        point, status = _at_rung(store, point, summary)
     _end(store, point, status, code, reason, summary, time.monotonic() - began)
     return EXIT_STOPPED if status == STOPPED else code
+
+
+def _limit(config: RunConfig, budget: int) -> None:
+    """Let a run train to a rung; its schedule has the whole length."""
+    if budget:
+        if config.scheduler.total_steps is None:
+            config.scheduler.total_steps = config.trainer.max_steps
+        config.trainer.max_steps = budget
+
+
+def _at_rung(store: Store, point: Point, summary: Mapping[str, Any]) -> tuple[Point, str]:
+    """Keep what a run reached at its rung; it pauses there, unless that was the last one."""
+    value = _figures(summary).get(store.asked["metrics"][0], math.nan)
+    if math.isnan(value):
+        return point, FINISHED
+    kept = store.change(point, rungs={**point.rungs, point.budget: value}) or point
+    return kept, FINISHED if point.budget == store.asked["rungs"][-1] else PAUSED
 
 
 def outcome(code: int, summary: Mapping[str, Any], short: bool, bound: float | None = None) -> tuple[str, str]:

@@ -33,9 +33,15 @@ def asked(**more: object) -> dict[str, object]:
         "fixed": [],
         "seed": 1,
         "seeds": 1,
-        "metric": "val/loss",
-        "minimize": True,
+        "metrics": ["val/loss"],
+        "minimize": [True],
         "diverged_above": None,
+        "search": "grid",
+        "trials": 20,
+        "space": [],
+        "pruner": "none",
+        "rungs": [],
+        "parallel": 1,
         **more,
     }
 

@@ -1,0 +1,208 @@
+"""Search and pruning. Oracles: a function whose best is known, and the rules written out.
+
+The runs are stand-ins, which write the summary that training to that step would give: what is tried, in which order,
+to which step is what is tested here. tests/sweep/test_sweeps.py searches and prunes with real runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mgpu_pipe import cli
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.sweep.pruning import promoted, rungs_of
+from mgpu_pipe.sweep.search import Tried, suggest
+from mgpu_pipe.sweep.space import parameter
+from mgpu_pipe.sweep.store import Store, stores
+
+SPACE = [
+    parameter("optimizer.lr", "tag(log,interval(1e-5,1e-1))"),
+    parameter("scheduler.warmup_steps", "interval(0,20)"),
+    parameter("optimizer", "adamw,sgd"),
+    parameter("optimizer.options.momentum", {"low": 0.1, "high": 0.9, "when": {"optimizer": "sgd"}}),
+]
+BASE = ["-m", "model=llama_tiny", "trainer.accelerator=cpu", "data=synthetic", "logger=none", "trainer.max_steps=27"]
+
+
+def loss(rate: float, step: int) -> float:
+    """The best rate is 1e-3; more steps are better, and never change the order."""
+    return 2 + abs(math.log10(rate) + 3) + 1 / step
+
+
+@dataclass
+class Result:
+    status: str
+    exit_code: int
+    folder: Path
+    asked_to_stop: bool = False
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
+    """A launcher that trains nothing; rates above 0.05 end by a NaN."""
+    seen: list[RunConfig] = []
+
+    def launch(config: RunConfig, asked: Asked) -> Result:
+        seen.append(config)
+        folder = Path(config.run.dir) if config.run.dir else tmp_path / "runs" / str(len(seen))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").touch()  # a run's folder has one
+        asked.chosen(folder)
+        bad = config.optimizer.lr > 0.05
+        value = loss(config.optimizer.lr, config.trainer.max_steps or 0)
+        summary = {
+            "status": "failed" if bad else "finished",
+            "step": config.trainer.max_steps,
+            "world_size": 1,
+            "metrics": {} if bad else {"val/loss": value, "train/loss": value},
+            "error": {"type": "NonFiniteError", "message": "the loss is not finite"} if bad else None,
+        }
+        (folder / "summary.json").write_text(json.dumps(summary))
+        return Result(str(summary["status"]), int(bad), folder)
+
+    local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.launch.sweep_end")
+    local.launch = launch  # type: ignore[attr-defined]
+    shown.show_sweep = lambda runs, folder, again: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.local", local)
+    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.sweep_end", shown)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def the_sweep() -> Store:
+    (store,) = stores(Path("outputs"))
+    return store
+
+
+def cost(chosen: dict[str, str]) -> float:
+    rate, warm_up = float(chosen["optimizer.lr"]), int(chosen["scheduler.warmup_steps"])
+    return (math.log10(rate) + 3) ** 2 + abs(warm_up - 7) / 10 + (chosen["optimizer"] == "sgd")
+
+
+@pytest.mark.parametrize("kind", ["random", "tpe"])
+def test_draws_are_in_the_space_and_follow_from_seed_and_place(kind: str) -> None:
+    if kind == "tpe":
+        pytest.importorskip("optuna")
+    tried: list[Tried] = []
+    for _ in range(30):
+        chosen = suggest(kind, SPACE, tried, [True], 1)  # type: ignore[arg-type]
+        assert chosen == suggest(kind, SPACE, tried, [True], 1)  # type: ignore[arg-type]
+        assert 1e-5 <= float(chosen["optimizer.lr"]) <= 1e-1 and 0 <= int(chosen["scheduler.warmup_steps"]) <= 20
+        assert ("optimizer.options.momentum" in chosen) == (chosen["optimizer"] == "sgd")
+        bad = len(tried) == 3
+        tried.append(Tried(chosen, () if bad else [cost(chosen)]))
+    assert len({one.chosen["optimizer.lr"] for one in tried}) == 30
+    assert suggest(kind, SPACE, tried, [True], 2) != suggest(kind, SPACE, tried, [True], 1)  # type: ignore[arg-type]
+    if kind == "tpe":
+        late = sorted(one.values[0] for one in tried[10:])
+        early = sorted(one.values[0] for one in tried[:10] if one.values)
+        assert late[len(late) // 2] < early[len(early) // 2], "it learns"
+
+
+@pytest.mark.parametrize(("kind", "minimize"), [("gp", [True]), ("nsga2", [True, False])])
+def test_the_other_samplers_learn_from_the_same_store(kind: str, minimize: list[bool]) -> None:
+    pytest.importorskip("optuna")
+    if kind == "gp":
+        pytest.importorskip("scipy")
+    tried: list[Tried] = []
+    for _ in range(12):
+        chosen = suggest("random", SPACE[:2], tried, minimize, 1)
+        value = (math.log10(float(chosen["optimizer.lr"])) + 3) ** 2
+        tried.append(Tried(chosen, [value, -value][: len(minimize)]))
+    chosen = suggest(kind, SPACE[:2], tried, minimize, 1)  # type: ignore[arg-type]
+    assert set(chosen) == {"optimizer.lr", "scheduler.warmup_steps"}
+    assert suggest(kind, SPACE[:2], [*tried, Tried(chosen, ended=False)], minimize, 1) != chosen  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("interval(1e-2,1e-5)", "a low and a higher end"),
+        ("tag(log,interval(0,1))", "begin above 0"),
+        ([], "the space is empty"),
+        ({"values": []}, "the space is empty"),
+        ({"low": 1, "top": 2}, "no such entry"),
+        (3, "write interval"),
+    ],
+)
+def test_an_empty_or_unreadable_space_is_refused(value: object, fix: str) -> None:
+    with pytest.raises(ConfigError, match=fix):
+        parameter("optimizer.lr", value)
+
+
+def test_a_search_draws_its_trials_and_goes_on_after_more(launches: list[RunConfig]) -> None:
+    words = [
+        *BASE,
+        "sweep.search=random",
+        "sweep.trials=6",
+        "optimizer.lr=tag(log,interval(1e-5,1e-2))",
+        "sweep.name=s",
+    ]
+    assert cli.main([*words, "sweep.metric=val/loss", "scheduler.warmup_steps=0,3"]) == 0
+    store = the_sweep()
+    assert [point.status for point in store.points()] == ["finished"] * 6
+    assert [config.optimizer.lr for config in launches] == [float(p.settings["optimizer.lr"]) for p in store.points()]
+    assert {config.scheduler.warmup_steps for config in launches} == {0, 3}
+    assert cli.main(["sweeps", "extend", "s", "sweep.trials=8"]) == 0
+    assert len(launches) == 8 and len(store.points()) == 8
+    assert cli.main(["sweeps", "extend", "s", "sweep.trials=5"]) == 2
+    assert cli.main(["sweeps", "best", "s"]) == 0
+
+
+def test_a_space_with_a_point_that_cannot_run_is_refused_before_anything_starts(
+    launches: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*BASE, "sweep.search=random", "sweep.space.optimizer.lr=interval(1e-5,1e-2)"]
+    assert cli.main([*words, "data.global_batch_size=choice(8,9)", "strategy=ddp", "trainer.devices=2"]) == 2
+    assert "data.global_batch_size=9: not divisible" in capsys.readouterr().err
+    assert cli.main([*BASE, "sweep.search=random"]) == 2
+    assert "the space is empty" in capsys.readouterr().err
+    assert not launches and not list(Path().glob("outputs/sweeps/*"))
+
+
+def test_asha_promotes_by_resume_and_spends_little(launches: list[RunConfig]) -> None:
+    words = [*BASE, "sweep.search=random", "sweep.trials=9", "sweep.pruner=asha", "sweep.name=s"]
+    assert cli.main([*words, "sweep.metric=val/loss", "optimizer.lr=tag(log,interval(1e-5,1e-2))"]) == 0
+    points = the_sweep().points()
+    (best,) = [point for point in points if point.status == "finished"]
+    assert {point.status for point in points if point is not best} == {"pruned"}
+    rate = {point.number: float(point.settings["optimizer.lr"]) for point in points}
+    assert best.number == min(rate, key=lambda number: abs(math.log10(rate[number]) + 3))
+    assert best.rungs == {step: loss(rate[best.number], step) for step in (3, 9, 27)} and best.attempts == 3
+    assert sum(max(point.rungs) for point in points) <= 0.4 * 9 * 27
+    assert {config.scheduler.total_steps for config in launches} == {27}, "the schedule has the whole length"
+    again = [config for config in launches if config.run.dir == best.folder]
+    assert [config.trainer.max_steps for config in again] == [9, 27]
+    assert all(config.checkpoint.resume == "auto" for config in again)
+    pruned = next(point for point in points if point.status == "pruned")
+    assert json.loads((Path(pruned.folder) / "summary.json").read_text())["status"] == "pruned"
+
+
+def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:
+    words = [*BASE, "sweep.search=random", "sweep.trials=8", "sweep.seeds=1", "sweep.metric=val/loss"]
+    assert cli.main([*words, "optimizer.lr=interval(0.01,0.1)"]) == 1
+    points = the_sweep().points()
+    assert {point.status for point in points} == {"finished", "diverged"} and len(points) == 8
+    for point in points:
+        assert (point.status == "diverged") == (float(point.settings["optimizer.lr"]) > 0.05)
+
+
+def test_rungs_and_rules() -> None:
+    assert rungs_of(27) == [3, 9, 27] and rungs_of(100, [50, 10, 100, 200]) == [10, 50, 100]
+    reached = {number: {3: float(number)} for number in range(1, 7)}
+    assert promoted(reached, [3, 9, 27], True, "asha") == [1, 2]
+    assert promoted(reached, [3, 9, 27], False, "asha") == [6, 5]
+    assert promoted({**reached, 1: {3: 1.0, 9: 1.0}}, [3, 9, 27], True, "asha") == [2], "none twice"
+    two_up = {**reached, **{n: {3: float(n), 9: float(n)} for n in (1, 2, 3)}}
+    assert promoted(two_up, [3, 9, 27], True, "asha") == [1], "the one nearest to the end first"
+    assert promoted(reached, [3, 9], True, "median") == [1, 2, 3]
+    assert promoted({1: {3: 9.0}}, [3, 9], True, "median") == [1], "one alone is not below the others"
