@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import shlex
+import statistics
 import sys
 import time
 import traceback
@@ -21,7 +22,9 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, MgpuError, NonFiniteError, one_line, print_error
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
 from mgpu_pipe.launch.stop import run_begins, run_ended, stop_requested
+from mgpu_pipe.report.run_view import WARM_UP_ROWS, finite
 from mgpu_pipe.runs.continue_line import this_program
+from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.summary import amend_summary, read_summary
 from mgpu_pipe.sweep.point import (
     DIVERGED,
@@ -43,6 +46,7 @@ from mgpu_pipe.sweep.space import from_record
 from mgpu_pipe.sweep.store import Store
 
 NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory|MemoryError")
+SPEEDS = ("throughput/tokens_per_s", "throughput/samples_per_s", "throughput/step_s")
 KILLED = "killed by SIGKILL"
 POLL_S = 0.2
 TABLE_ROWS = 50
@@ -143,7 +147,8 @@ def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = (
             if (taken := _take(store, point, budget=budget)) is not None:
                 return taken
         if store.asked["search"] == "grid" or len({point.trial for point in points}) >= store.asked["trials"]:
-            return None
+            last = _best_paused(store, points)
+            return None if last is None else _take(store, last[0], budget=last[1])
         chosen = suggest(
             store.asked["search"],
             from_record(store.asked["space"]),
@@ -189,6 +194,16 @@ def _promoted(store: Store, points: Sequence[Point]) -> Iterator[tuple[Point, in
         point = by_number[number]
         if point.status in (PAUSED, PRUNED):
             yield point, next(rung for rung in rungs if rung > max(point.rungs))
+
+
+def _best_paused(store: Store, points: Sequence[Point]) -> tuple[Point, int] | None:
+    """The run that goes on where a sweep would end without one that was trained whole: the best at the last rung."""
+    rungs, paused = store.asked["rungs"], [point for point in points if point.status in (PAUSED, PRUNED)]
+    if not paused or any(point.status in (RUNNING, FINISHED, *GOES_ON) for point in points):
+        return None
+    sign = 1.0 if store.asked["minimize"][0] else -1.0
+    best = min(paused, key=lambda point: (-max(point.rungs), sign * point.rungs[max(point.rungs)], point.number))
+    return best, next(rung for rung in rungs if rung > max(best.rungs))
 
 
 def _awaits_others(store: Store, numbers: Collection[int]) -> bool:
@@ -246,7 +261,8 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     code = result.exit_code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
     if status == FINISHED and point.budget:
         point, status = _at_rung(store, point, summary)
-    _end(store, point, status, code, reason, summary, time.monotonic() - began)
+    metrics = {**_figures(summary), **_speed(RunPaths(result.folder))}
+    _end(store, point, status, code, reason, {**summary, "metrics": metrics}, time.monotonic() - began)
     return EXIT_STOPPED if status == STOPPED else code
 
 
@@ -319,15 +335,24 @@ def _end(
 
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    metrics = summary.get("metrics")
-    values = metrics.items() if isinstance(metrics, Mapping) else ()
-    memory = summary.get("memory")
-    peak = {"memory/peak_gib": memory["peak_gib"]} if isinstance(memory, Mapping) and "peak_gib" in memory else {}
+    """What a run reached at its end, and the largest memory of its processes."""
+    metrics, memory = summary.get("metrics"), summary.get("memory")
+    values = dict(metrics) if isinstance(metrics, Mapping) else {}
+    peaks = memory.get("peak_gib") if isinstance(memory, Mapping) else None
+    if isinstance(peaks, list) and peaks:
+        values["memory/peak_gib"] = max(peaks)
     return {
         str(name): float(value)
-        for name, value in [*values, *peak.items()]
+        for name, value in values.items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+def _speed(paths: RunPaths) -> dict[str, float]:
+    """The median speed of a run's steps after its first ones; one step's own says little."""
+    columns = read_metrics(paths.metrics)
+    rates = {name: finite(columns.get(name, []))[WARM_UP_ROWS:] for name in SPEEDS}
+    return {name: statistics.median(values) for name, values in rates.items() if values}
 
 
 def _killed_for_memory() -> int:

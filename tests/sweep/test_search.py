@@ -187,6 +187,14 @@ def test_asha_promotes_by_resume_and_spends_little(launches: list[RunConfig]) ->
     assert json.loads((Path(pruned.folder) / "summary.json").read_text())["status"] == "pruned"
 
 
+def test_a_sweep_of_few_trials_trains_its_best_one_to_the_end(launches: list[RunConfig]) -> None:
+    words = [*BASE, "sweep.pruner=asha", "sweep.name=s", "sweep.metric=val/loss", "optimizer.lr=1e-4,2e-3"]
+    assert cli.main(words) == 0
+    first, second = the_sweep().points()
+    assert (first.status, second.status) == ("pruned", "finished")
+    assert [config.trainer.max_steps for config in launches] == [3, 3, 9, 27]
+
+
 def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:
     words = [*BASE, "sweep.search=random", "sweep.trials=8", "sweep.seeds=1", "sweep.metric=val/loss"]
     assert cli.main([*words, "optimizer.lr=interval(0.01,0.1)"]) == 1

@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_pipe import cli
 from mgpu_pipe.sweep.store import Store, create, find
-from tests.support.command import column, environment, launched, mgpu, workers_of
+from tests.support.command import column, environment, launched, mgpu, run_folder, workers_of
 from tests.support.program import run_program
 from tests.sweep.support import TINY, asked, losses, status_of, until
 
@@ -87,6 +87,21 @@ def test_two_resumes_at_once_share_the_points_and_the_sweep_can_be_extended(cach
     assert [point.settings["optimizer.lr"] for point in points[4:]] == ["0.005", "0.005"]
     said = mgpu(cache, tmp_path, "sweeps", "best", "mine")
     assert "over 2 seeds" in said and "repeat it: mgpu-pipe" in said
+
+
+@pytest.mark.slow
+def test_a_pruned_search_of_real_runs_goes_on_from_their_checkpoints(cache: Path, tmp_path: Path) -> None:
+    words = ["-m", *TINY, "trainer.max_steps=9", "sweep.search=random", "sweep.trials=3", "sweep.pruner=asha"]
+    more = ["sweep.parallel=2", "sweep.name=mine", "optimizer.lr=tag(log,interval(1e-4,1e-2))", "scheduler=cosine"]
+    mgpu(cache, tmp_path, *words, *more)
+    points = find(tmp_path / "outputs", "mine").points()
+    (best,) = [point for point in points if point.status == "finished"]
+    assert sorted(best.rungs) == [1, 3, 9] and best.attempts == 3
+    assert status_of(next(point for point in points if point is not best).folder) == "pruned"
+    rate = f"optimizer.lr={best.settings['optimizer.lr']}"
+    whole = run_folder(mgpu(cache, tmp_path, *TINY, "trainer.max_steps=9", "scheduler=cosine", rate))
+    assert column(Path(best.folder), "train/loss") == column(whole, "train/loss")
+    assert column(Path(best.folder), "lr") == column(whole, "lr"), "the schedule has the whole length at every rung"
 
 
 def fails(tmp_path: Path, *words: str) -> int:
