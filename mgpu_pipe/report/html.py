@@ -28,6 +28,8 @@ from mgpu_pipe.report.logs import read_logs
 from mgpu_pipe.report.run_view import RunView, load_run
 from mgpu_pipe.report.sections import blocks, figures, subtitle
 
+MANY = 12
+"""More runs than this are compared with what is long of them folded, and in boxes that scroll."""
 STATIC = files("mgpu_pipe.report").joinpath("static")
 """The page's template, style and script; all are put into the one file that a report is."""
 
@@ -80,6 +82,7 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
         charts=drawn,
         data={**x_axes(views), "charts": [chart["drawn"] for chart in drawn]},
         samples=samples(views),
+        many=len(views) > MANY,
         blocks=blocks(single) if single else [],
         configs=[
             {"title": f"Configuration of {view.folder_name}", "text": view.config_text}

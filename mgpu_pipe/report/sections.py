@@ -30,6 +30,10 @@ LABELS = {
     "mgpu_pipe": "mgpu_pipe",
     "gpus": "GPUs",
     "cpu": "CPU",
+    "step_s": "a step, median",
+    "slowest_s": "slowest",
+    "data_s": "waits for data, mean",
+    "cpu_s": "CPU time, mean",
 }
 EPOCHS = ("started", "created")
 """Seconds since 1970 in environment.json, which has the date in words besides."""
@@ -108,7 +112,8 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _block("Batch", _parts(batch), text=batch_text(view)),
         _block("Model", _parts({**model, **_mapping(view.summary.get("model"))})),
         _block("Data", _parts({**data, **_mapping(view.summary.get("data"))})),
-        _memory(view),
+        _by_rank("Time of each rank's step", view.summary.get("times")),
+        _by_rank("Memory", view.summary.get("memory")),
         _block("Final metrics", _parts(view.summary.get("metrics"))),
         _block("Checkpoints", table=_checkpoint_table(view)),
         _block("Attempts", *_attempts(view)),
@@ -136,19 +141,19 @@ def _topology(view: RunView) -> dict[str, Any]:
     return {**strategy, "processes": view.summary.get("world_size"), **sizes}
 
 
-def _memory(view: RunView) -> dict[str, Any]:
-    """Each rank's peak and its parts as a table, or what the summary has instead."""
-    memory = _mapping(view.summary.get("memory"))
-    by_rank = {key: value for key, value in memory.items() if isinstance(value, list)}
+def _by_rank(title: str, found: object) -> dict[str, Any]:
+    """Each rank's figures as a table, or what the summary has instead."""
+    values = _mapping(found)
+    by_rank = {key: value for key, value in values.items() if isinstance(value, list)}
     if not by_rank:
-        return _block("Memory", _parts(memory))
+        return _block(title, _parts(values))
     rows = [
         [str(rank), *(_shown(key, value[rank] if rank < len(value) else None) for key, value in by_rank.items())]
         for rank in range(max(map(len, by_rank.values())))
     ]
     names = ["rank", *(_label(key).removesuffix(" gib") for key in by_rank)]
-    rest = {key: value for key, value in memory.items() if key not in by_rank}
-    return _block("Memory", _parts(rest), table={"names": names, "rows": rows})
+    rest = {key: value for key, value in values.items() if key not in by_rank}
+    return _block(title, _parts(rest), table={"names": names, "rows": rows})
 
 
 def _checkpoint_table(view: RunView) -> dict[str, Any] | None:
@@ -201,7 +206,7 @@ def _shown(key: str, value: object) -> str:
     if key.endswith("_gib"):
         return numbers.gibibytes(number(value))
     if key.endswith("_s") and isinstance(value, (int, float)) and not key.endswith("per_s"):
-        return numbers.duration(float(value))
+        return f"{numbers.figure(float(value), 3)} s" if abs(value) < 10 else numbers.duration(float(value))
     if key == "command" and isinstance(value, list):
         return " ".join(map(str, value))
     return numbers.plain(value)

@@ -30,13 +30,16 @@ def memory_by_rank(parts: Mapping[str, int], peak_gib: float, device: torch.devi
     ``other`` is what libraries, buffers, gathered weights and temporary tensors take; on the CPU, where the peak is
     the process's, also the program itself.
     """
-    values = [parts.get(name, 0) / GIB for name in PARTS]
-    mine = [peak_gib, *values, max(0.0, peak_gib - sum(values))]
+    held = {f"{name}_gib": parts.get(name, 0) / GIB for name in PARTS}
+    return by_rank({"peak_gib": peak_gib, **held, "other_gib": max(0.0, peak_gib - sum(held.values()))}, device)
+
+
+def by_rank(mine: Mapping[str, float], device: torch.device) -> dict[str, list[float]]:
+    """Each figure of every rank, all of which give the same names. A collective call."""
     table = torch.zeros(dist.get_world_size(), len(mine), dtype=torch.float64, device=device)
-    table[dist.get_rank()] = torch.tensor(mine, dtype=torch.float64)
+    table[dist.get_rank()] = torch.tensor([*mine.values()], dtype=torch.float64)
     dist.all_reduce(table)
-    names = ["peak_gib", *(f"{name}_gib" for name in PARTS), "other_gib"]
-    return dict(zip(names, table.t().tolist(), strict=True))
+    return dict(zip(mine, table.t().tolist(), strict=True))
 
 
 ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -86,7 +86,10 @@ class StepRecorder(pl.Callback):
         self._step_seconds: list[float] = []
         self._step_work: list[tuple[int, int, int]] = []
         """Tokens, samples and padding of each step whose time counts."""
-        self._mark = 0.0
+        self._data_seconds: list[float] = []
+        self._cpu_seconds: list[float] = []
+        """Of those steps: waiting for the batch, and processor time of this process."""
+        self._mark = self._cpu_mark = self._waited = 0.0
         self.step = start_step
         self.stopped = False
         self.metrics: dict[str, float] = {}
@@ -104,18 +107,19 @@ class StepRecorder(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._progress is not None:
             self._progress.start(self._start_step)
-        self._mark = time.perf_counter()
+        self._mark_time()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepBatch, batch_idx: int
     ) -> None:
+        self._waited = time.perf_counter() - self._mark
         evaluate_after_this_step(trainer, self._evaluation_due(batch.step + 1))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
+        seconds, cpu = time.perf_counter() - self._mark, time.process_time() - self._cpu_mark
+        self._mark_time()
         result: StepResult = outputs["result"]
         if result.stop:
             self.stopped = True
@@ -127,6 +131,8 @@ class StepRecorder(pl.Callback):
             self._checkpointer.step_was_finite(self.step)
         if self.step > self._start_step + WARM_UP_STEPS:
             self._step_seconds.append(seconds)
+            self._data_seconds.append(self._waited)
+            self._cpu_seconds.append(cpu)
             self._step_work.append((batch.num_tokens, batch.num_samples, batch.padding))
         self._open = {
             "step": self.step,
@@ -178,6 +184,20 @@ class StepRecorder(pl.Callback):
             rates["throughput/mfu"] = self._mfu(rates["throughput/tokens_per_s"])
         return rates
 
+    def times(self) -> dict[str, float]:
+        """Seconds of this rank's steps in this attempt, warm-up steps left out; 0 where there is none.
+
+        Ranks wait for one another in every step, so their steps take equally long: what tells a slow rank is that it
+        waits longest for its data, or computes longest while the others wait.
+        """
+        steps = max(len(self._step_seconds), 1)
+        return {
+            "step_s": statistics.median(self._step_seconds or [0.0]),
+            "slowest_s": max(self._step_seconds, default=0.0),
+            "data_s": sum(self._data_seconds) / steps,
+            "cpu_s": sum(self._cpu_seconds) / steps,
+        }
+
     def _evaluation_due(self, step: int) -> bool:
         every = self._config.val_every_n_steps
         return step == self.max_steps or (every is not None and step % every == 0)
@@ -207,8 +227,10 @@ class StepRecorder(pl.Callback):
             self._save(trainer)
         if self._sample is not None and not self.stopped:
             self._sample(row["step"])
-        # Evaluation, saving and sampling are not the step's time.
-        self._mark = time.perf_counter()
+        self._mark_time()  # evaluation, saving and sampling are not the step's time
+
+    def _mark_time(self) -> None:
+        self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
 
     def _record(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         if self._writer is not None:

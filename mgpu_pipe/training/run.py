@@ -46,7 +46,7 @@ from mgpu_pipe.training.initial_weights import (
 )
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.loggers import start_loggers
-from mgpu_pipe.training.memory import is_out_of_memory, memory_by_rank, out_of_memory
+from mgpu_pipe.training.memory import by_rank, is_out_of_memory, memory_by_rank, out_of_memory
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
@@ -365,6 +365,7 @@ def _result(
         },
         "data": prepared.as_dict(),
         "memory": memory,
+        "times": by_rank(recorder.times(), strategy.root_device),
     }
     return TrainResult(
         model,

@@ -61,6 +61,19 @@ def drag(browser: Browser, start: float, end: float) -> None:
     browser.mouse("mouseReleased", at(end), y, clickCount=1)
 
 
+@pytest.mark.parametrize(("width", "screens"), [(1400, 4), (390, 8)])
+def test_many_runs_are_compared_on_a_few_screens_and_nothing_is_lost(
+    browser: Browser, make_run: MakeRun, width: int, screens: int
+) -> None:
+    runs = [make_run(folder=f"2026-01-01_00-00-{at:02}-aaaaaaaa", steps=8, lr=1e-3 + at * 1e-5) for at in range(40)]
+    show(browser, *runs, width=width)
+    assert browser.run("document.documentElement.scrollHeight") < screens * 900
+    assert browser.run("document.documentElement.scrollWidth") == width
+    assert browser.run("document.querySelectorAll('.runs tbody tr').length") == 40
+    assert browser.run("document.querySelectorAll('#configs details').length") == 40
+    assert browser.run("document.querySelectorAll('details[open]').length") == 0
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 390])
 def test_it_fits_its_window_and_nothing_is_refused(browser: Browser, make_run: MakeRun, width: int, dark: bool) -> None:

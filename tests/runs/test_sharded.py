@@ -36,8 +36,11 @@ def test_a_sharded_run_is_the_run_of_one_process(
         whole = single["memory"][part][0]
         assert all(abs(shards * value / whole - 1) < 0.02 for value in summary["memory"][part]), part
     assert all(0 < value < single["memory"]["activations_gib"][0] for value in summary["memory"]["activations_gib"])
+    world = summary["world_size"]
+    assert {name: len(values) for name, values in summary["times"].items()} == dict.fromkeys(single["times"], world)
+    assert all(time > 0 for time in (*summary["times"]["step_s"], *summary["times"]["cpu_s"]))
     report = (folder / "report.html").read_text()
-    assert "activations" in report and "optimizer" in report
+    assert "CPU time, mean" in report and "activations" in report and "optimizer" in report
 
 
 def test_a_run_goes_on_under_another_strategy(cache: Path, corpus: Path, tmp_path: Path, alone: Path) -> None:
