@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mgpu_pipe.commands import verb_names
 from mgpu_pipe.config.json_schema import json_schema
 from tests.support.command import REPOSITORY, environment
 from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run
+from tests.support.hub import TOKEN, files_of, local_hub
 from tests.support.program import run_program
 
 PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
@@ -78,6 +80,31 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     known = environment(cache)
     known["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), known["PYTHONPATH"]])
+    with hub_of(page, tmp_path / "hub") as hub:
+        try_commands(page, tmp_path, {**known, **hub})
+
+
+@contextmanager
+def hub_of(page: str, folder: Path) -> Iterator[dict[str, str]]:
+    """What points to a Hub of the tests' own, with the repositories that the page names."""
+    if page != "docs/tasks/hub.md":
+        yield {}
+        return
+    from mgpu_pipe.models.build import build_meta, materialise
+    from tests.inference.support import write_tokenizer
+    from tests.models.tiny import tiny_model, write_folder
+
+    source = tiny_model("llama", vocab_size=304, bos_token_id=None)
+    write_folder(materialise(build_meta(source), 5, "cpu"), folder)
+    with local_hub() as hub:
+        hub.model("HuggingFaceTB/SmolLM2-135M").commit(files_of(write_tokenizer(folder)))
+        stories = "\n".join(f"Once upon a time there were {count} foxes." for count in range(2000)).encode()
+        names = ("TinyStories-valid.txt", "TinyStories-train.txt")
+        hub.dataset("roneneldan/TinyStories").commit(dict.fromkeys(names, stories))
+        yield hub.environment(folder / "cache", TOKEN)
+
+
+def try_commands(page: str, tmp_path: Path, known: Mapping[str, str]) -> None:
     for block in blocks(REPOSITORY / page):
         if block.is_file:
             (tmp_path / block.word).parent.mkdir(parents=True, exist_ok=True)

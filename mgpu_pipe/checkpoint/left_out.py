@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_text
+from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.folder import check_model_folder, weight_files
+from mgpu_pipe.models.hub_folder import whole_folder
 
 KEY = "left_out"
 """In ``state.json``."""
@@ -26,7 +28,7 @@ class LeftOut:
     """What a step does not hold, and where it is.
 
     Attributes:
-        folder: the Hugging Face folder, absolute.
+        folder: the Hugging Face folder, absolute, or its name on the Hub at a commit.
         digest: SHA-256 over its weight files.
         names: the parameters.
     """
@@ -36,9 +38,11 @@ class LeftOut:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, folder: Path, cache: Path, names: Sequence[str]) -> LeftOut:
+    def of(cls, folder: str, cache: Path, names: Sequence[str]) -> LeftOut:
         """The weights ``names`` of ``folder``."""
-        return cls(str(folder.expanduser().absolute()), weights_digest(folder, cache), tuple(sorted(names)))
+        place = whole_folder(folder)
+        known_as = folder if is_at_commit(folder) else str(place.absolute())
+        return cls(known_as, weights_digest(place, cache), tuple(sorted(names)))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], where: Path) -> LeftOut | None:

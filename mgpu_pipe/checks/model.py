@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
 from mgpu_pipe.config.schema import RunConfig
@@ -26,15 +27,23 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 
 def check_model(config: RunConfig) -> None:
     from mgpu_pipe.models.fields import check_model_config
-    from mgpu_pipe.models.folder import check_model_folder
+    from mgpu_pipe.models.folder import check_model_folder, check_vocabulary, read_config_json
+    from mgpu_pipe.models.hub_folder import check_weights_listed
 
     model = config.model
     if (model.type is None) == (model.path is None):
         return  # said by relation_errors
     if model.path is not None:
-        if not model.path.strip() or not Path(model.path).expanduser().exists():
+        if is_at_commit(model.path):  # its weights are fetched by the launch, and looked at then
+            check_weights_listed(model.path)
+            folder = local_folder(model.path)
+            ids, made_for = _tokenizer_ids(config)
+            if ids is not None:
+                check_vocabulary(folder, read_config_json(folder), ids, made_for)
+        elif not model.path.strip() or not Path(model.path).expanduser().exists():
             return  # said by value_errors
-        check_model_folder(model.path, *_tokenizer_ids(config))
+        else:
+            check_model_folder(model.path, *_tokenizer_ids(config))
     check_model_config(model, description(config.objective.name).model_class)
 
 
@@ -44,7 +53,7 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
     from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file
 
     chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
-    path = Path(str(chosen)).expanduser()
+    path = local_folder(str(chosen), "model.path" if config.data.tokenizer == "auto" else "data.tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         return None, None

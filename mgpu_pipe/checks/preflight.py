@@ -12,7 +12,7 @@ from mgpu_pipe.checks.numerics import numerics_errors
 from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
 from mgpu_pipe.checks.values import range_errors, relation_errors, value_errors
-from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
+from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
@@ -109,7 +109,7 @@ def _one_for_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 
 
 def _check_data(config: RunConfig) -> None:
-    from mgpu_pipe.data.text.sources import FILE_SOURCES, check_sources
+    from mgpu_pipe.data.text.sources import check_sources
 
     if config.data.source not in FILE_SOURCES or config.data.paths:
         check_sources(config)

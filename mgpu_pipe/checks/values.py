@@ -11,7 +11,9 @@ from pathlib import Path
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hardware import usable_gpus
+from mgpu_pipe.config.hub import hub_name
 from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.plugins import FILE_SOURCES
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE, SECTIONS
@@ -67,7 +69,6 @@ ABOVE_ZERO = (
 AT_MOST = {"scheduler.min_lr_ratio": 1.0, "data.numbers.digits": 9, "seed": 2**63 - 1}
 FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
 """Keys whose texts may be empty."""
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
 
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
@@ -193,14 +194,16 @@ def _path_errors(config: RunConfig) -> list[ConfigError]:
     errors = []
     for key in ("model.path", "data.chat_template", "checkpoint.init_from"):
         value = _get(config, key)
+        if key == "model.path" and isinstance(value, str) and hub_name(value):
+            continue  # asked for when its commit was looked up
         if isinstance(value, str) and not Path(value).expanduser().exists():
             errors.append(ConfigError(key, value, "correct the path", "nothing is there"))
         elif isinstance(value, str) and key != "data.chat_template" and _is_foreign(Path(value).expanduser()):
             fix = f"make a folder of it by mgpu-pipe import --from {value} --out <folder> model=..."
             errors.append(ConfigError(key, value, fix, "is another program's checkpoint"))
     tokenizer = config.data.tokenizer
-    if tokenizer != "auto" and not Path(tokenizer).expanduser().exists():
-        fix = "give a tokenizer folder or a tokenizer.json, or auto"
+    if tokenizer != "auto" and not hub_name(tokenizer) and not Path(tokenizer).expanduser().exists():
+        fix = "give a tokenizer folder, a tokenizer.json or a name on the Hub (<org>/<name>), or auto"
         errors.append(ConfigError("data.tokenizer", tokenizer, fix, "nothing is there"))
     resume = config.checkpoint.resume
     if resume not in ("none", "auto") and not Path(resume).expanduser().exists():
@@ -217,7 +220,7 @@ def _is_foreign(path: Path) -> bool:
 def _model_choice(config: RunConfig) -> list[ConfigError]:
     model = config.model
     if model.type is None and model.path is None:
-        fix = "give a local model folder, model.path=/models/name, or choose another option (mgpu-pipe ls model)"
+        fix = "give a model folder or a name on the Hub (<org>/<name>), or choose another option (mgpu-pipe ls model)"
         return [ConfigError("model.path", None, fix, "there is no model")]
     if model.type is not None and model.path is not None:
         fix = "use model=hf with model.path, or leave model.path out"

@@ -18,6 +18,7 @@ from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError
 from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
 from mgpu_pipe.inference.load import LoadedRun
 from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.runs.hub_names import at_commits
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -41,6 +42,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.topology import BatchPlan
 
     config = _evaluation_config(run, arguments.overrides)
+    data = at_commits(RunConfig(data=config.data)).data
+    config = config if data == config.data else replace(config, data=data)
     refused = sample_errors(config)
     if refused:
         raise refused[0]

@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from mgpu_pipe import __version__
 from mgpu_pipe.commands import Verb
-from mgpu_pipe.errors import EXIT_OK
+from mgpu_pipe.errors import EXIT_OK, BadInputError
 from mgpu_pipe.inference.arguments import folder_of, parsed, parser_of, quiet, takes_target
 from mgpu_pipe.inference.load import open_model
+from mgpu_pipe.inference.push import push_folder, push_target
 from mgpu_pipe.models.fields import class_of
 
 
 def export(argv: Sequence[str]) -> int:
-    """``mgpu-pipe export [FOLDER] --out FOLDER``: a Hugging Face folder, proved to load before it gets its name."""
+    """``mgpu-pipe export [FOLDER] --out FOLDER``: a Hugging Face folder, proved to load before it gets its name.
+
+    With ``--push ORG/NAME`` it is put on the Hub, too.
+    """
     parser = parser_of("export", "Write a Hugging Face model folder.")
     takes_target(parser)
+    parser.add_argument("--push", metavar="ORG/NAME", help="put it on the Hugging Face Hub, with a model card")
+    parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
     _export(parsed(parser, argv))
     return EXIT_OK
 
@@ -25,6 +32,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)
+    if arguments.private and arguments.push is None:
+        raise BadInputError("--private: makes no sense without --push; leave it out")
+    target = None if arguments.push is None else push_target(arguments.push)
     quiet()
     run = open_model(folder, arguments.frozen_weights)
     out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
@@ -32,6 +42,14 @@ def _export(arguments: argparse.Namespace) -> None:
     print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
+    if target is not None:
+        from mgpu_pipe.inference.model_card import write_card
+
+        write_card(run, out, target.repository, arguments.dtype)
+        step = "" if run.step is None else f" of step {run.step}"
+        address = push_folder(out, target, arguments.private, f"Model{step}, exported by mgpu_pipe {__version__}")
+        print(f"pushed {out} to {address}")
+        print(f"train on: mgpu-pipe model=hf model.path={target.repository}")
 
 
 VERB = Verb("write a Hugging Face folder", export)

@@ -10,6 +10,7 @@ from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser
 from mgpu_pipe.errors import EXIT_OK, BadInputError
 from mgpu_pipe.inference.arguments import quiet, takes_target
+from mgpu_pipe.runs.hub_names import at_commits
 
 
 def import_weights(argv: Sequence[str]) -> int:
@@ -46,7 +47,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise BadInputError("import: say which model it is, e.g. model=llama_tiny, or model=hf model.path=<folder>")
     if arguments.tokenizer is not None and not arguments.tokenizer.is_dir():
         raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
-    model = compose(arguments.overrides)[0].model
+    model = at_commits(compose(arguments.overrides)[0]).model
     from mgpu_pipe.inference.export import check_target, export_folder, working_folder
 
     out, source = arguments.out.expanduser(), arguments.source.expanduser()

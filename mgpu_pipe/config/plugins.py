@@ -33,6 +33,8 @@ DATA_SOURCES = (
     *PAIR_SOURCES,
     "synthetic",
 )
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
+"""Those that read the files of data.paths."""
 SAMPLES = {"labelled_jsonl": "labelled_text", **dict.fromkeys(PAIR_SOURCES, "pairs")}
 """The kind of samples that a data source gives; packed text where it is not listed."""
 OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq")

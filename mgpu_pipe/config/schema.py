@@ -39,7 +39,8 @@ class ModelConfig:
     type: str | None = None
     """Hugging Face model_type (llama, gpt2, qwen3, mixtral, ...) of a model that starts from random weights."""
     path: str | None = None
-    """Local Hugging Face model folder to fine-tune (config.json, safetensors weights, tokenizer)."""
+    """Hugging Face model to fine-tune (config.json, safetensors weights, tokenizer): a local folder, or its name on the
+    Hub, <org>/<name>[@revision]; a run keeps the commit."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
@@ -74,7 +75,8 @@ class DataConfig:
     source: str = "stdlib_text"
     """An option of conf/data (mgpu-pipe ls data), or a name that a plug-in registers."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (text_files, jsonl, parquet, chat_jsonl, labelled_jsonl, pairs_jsonl)."""
+    """Files or globs (text_files, jsonl, parquet, chat_jsonl, labelled_jsonl, pairs_jsonl); also of a data set on the
+    Hub, hf://datasets/<org>/<name>[@revision]/<file or glob>."""
     text_column: str = "text"
     """Name of the text field (jsonl, parquet, labelled_jsonl)."""
     second_text_column: str | None = None
@@ -97,7 +99,7 @@ class DataConfig:
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
     """Numbers of data=number_words."""
     tokenizer: str = "auto"
-    """Tokenizer folder or tokenizer.json; auto: the model folder's, else a BPE trained once on this data."""
+    """Tokenizer folder, tokenizer.json or name on the Hub; auto: the model's, else a BPE trained once on this data."""
     seq_len: int = 256
     """Tokens a sample; of pairs, tokens a source."""
     target_len: int | Auto = "auto"

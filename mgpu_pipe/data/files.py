@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mgpu_pipe.config.hub import DATA, data_files
 from mgpu_pipe.data.fingerprint import READABLE, Fingerprint, check_readable, open_data
 from mgpu_pipe.errors import ConfigError, DataError
 
@@ -32,6 +33,8 @@ REPLACE = "replace the file, or leave it out of the data's paths"
 def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
     """The files that ``patterns`` (paths or globs, ``**`` included) name: sorted within a pattern, each file once.
 
+    Those of a data set on the Hub, named at a commit, are fetched where they are not in this machine's cache.
+
     Raises:
         ConfigError: no pattern, or a pattern that matches no file.
     """
@@ -39,6 +42,9 @@ def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
         raise ConfigError(key, "[]", "give at least one file or glob, e.g. 'corpus/**/*.txt'")
     found: dict[Path, None] = {}
     for pattern in patterns:
+        if pattern.startswith(DATA):
+            found.update(dict.fromkeys(data_files(pattern, key)))
+            continue
         text = os.path.expanduser(pattern)
         # A name with brackets or stars in it may exist as it stands.
         names = [text] if os.path.exists(text) else sorted(glob.glob(text, recursive=True))

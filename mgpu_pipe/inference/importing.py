@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.load import StoredModel, read_from
@@ -82,7 +83,7 @@ def fill_from_external(
         for name, buffer in model.named_buffers():
             if name in named and name in state:
                 buffer.copy_(named[name])
-    maker = None if config.path is None else Path(config.path).expanduser()
+    maker = None if config.path is None else local_folder(config.path)
     return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, maker is None, maker)
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import load_untrusted
+from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.plain_files import NotPlainError, check_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.hub_folder import whole_folder
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +173,7 @@ def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, Ch
     reader = CheckpointReader(step_folder)
     says_where_texts_end = config.model.path is not None
     path = config.model.path
-    if path is not None and not (own and Path(path).expanduser().is_dir()):
+    if path is not None and not (own and _is_there(path)):
         config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
     config = replace(config, model=with_recorded_labels(config.model, reader.state.get("model_config")))
     with at_most(len(reader.names("model"))):
@@ -194,10 +196,18 @@ def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, Ch
         return tensor
 
     tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)
-    maker = None if config.model.path is None else Path(config.model.path).expanduser()
+    maker = None if config.model.path is None else local_folder(config.model.path)
     return StoredModel(
         model, read, step_folder, tokenizer, config, reader.manifest.step, not says_where_texts_end, maker, own
     ), reader
+
+
+def _is_there(path: str) -> bool:
+    """Whether the model's folder of one's own run can be read; else the checkpoint says what the model is."""
+    try:
+        return local_folder(path).is_dir()
+    except ConfigError:
+        return False
 
 
 def _frozen_weights(
@@ -219,6 +229,8 @@ def _frozen_weights(
             f"{reader.folder}: leaves out its frozen weights, and this run of somebody else's may name no folder; "
             f"give the one that it means by --frozen-weights ({left_out.folder})"
         )
+    if folder is None and is_at_commit(left_out.folder) and left_out.folder == config.model.path:
+        folder = whole_folder(left_out.folder)
     folder = Path(left_out.folder) if folder is None else folder
     if not folder.is_dir():
         raise BadInputError(

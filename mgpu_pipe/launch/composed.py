@@ -154,17 +154,25 @@ def launched(
 
 
 def notices_of(composition: Composition) -> list[Notice]:
-    """What is worth knowing of a configuration that can run.
+    """What is worth knowing of a configuration that can run. Names on the Hub become names at a commit.
 
     Raises:
         ConfigErrors: everything wrong with it.
     """
+    from mgpu_pipe.checks.notices import Notice
     from mgpu_pipe.checks.preflight import preflight, preflight_errors
+    from mgpu_pipe.runs.hub_names import pin
 
     alone = [*composition.flags, *composition.overrides]
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
-    return preflight(composition.config, alone)
+    pinned = pin(composition.config)
+    composition.config = pinned.config
+    if pinned.errors:
+        raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
+    if pinned.by_rank_zero:
+        return []  # and rank 0 checks the rest, for what the names lead to is not here yet
+    return [*(Notice(key, text) for key, text in pinned.told), *preflight(composition.config, alone)]
 
 
 def tell(notices: Iterable[Notice]) -> None:

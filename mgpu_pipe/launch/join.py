@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.freeze import config_hash, load
+from mgpu_pipe.config.hub import without_revisions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
@@ -164,7 +165,7 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
         finish.say_complete(paths)
-        return SharedPlan(str(paths.root), config_hash(config), "", record.next_attempt(paths), train=False)
+        return SharedPlan(str(paths.root), _hash(config), "", record.next_attempt(paths), train=False)
     folder = record.begin(folder, config, asked.overrides, asked.command, launch)
     attempt = record.next_attempt(paths)
     finish.say_note(folder.note)
@@ -185,7 +186,7 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)
-    return SharedPlan(str(paths.root), config_hash(config), str(step or ""), attempt, train=True)
+    return SharedPlan(str(paths.root), _hash(config), str(step or ""), attempt, train=True)
 
 
 def _plan_from_rank_zero(config: RunConfig, store: Store) -> SharedPlan:
@@ -195,10 +196,10 @@ def _plan_from_rank_zero(config: RunConfig, store: Store) -> SharedPlan:
     if "exit_code" in told:
         raise SystemExit(told["exit_code"])  # rank 0 has said why
     shared = SharedPlan(**told)
-    if shared.config_hash != config_hash(config):
+    if shared.config_hash != _hash(config):
         fix = "give every node the same command and the same version of the files"
         reason = f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ"
-        raise ConfigError("config", config_hash(config), fix, reason)
+        raise ConfigError("config", _hash(config), fix, reason)
     return shared
 
 
@@ -285,6 +286,11 @@ def prepare_on_every_node(
             raise BadInputError(f"rank {rank}: {there['error']}")
         peers[rank] = there["process"]
     return prepared, peers
+
+
+def _hash(config: RunConfig) -> str:
+    """What every rank composed alike; rank 0 alone has looked up which commits names mean."""
+    return config_hash(without_revisions(config))
 
 
 def _again(asked: Asked, paths: RunPaths) -> str:

@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
@@ -72,6 +73,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> L
             paths = RunPaths(Path(shared.folder))
             if not shared.train:
                 return LaunchResult("finished", EXIT_OK, paths.root)
+            config = load(paths.config)  # rank 0's, whose names have their commits
             prepare_on_every_node(node, config, paths, store)
             if lock is not None:
                 lock.training()

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.config.hub import is_at_commit
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -20,10 +22,30 @@ SILENT_S = 1.0
 
 
 def prepare_data(config: RunConfig) -> Prepared:
+    """The data, and the model's weights where the Hub has them, on this machine.
+
+    Raises:
+        BadInputError: they cannot be used as they are.
+    """
     from mgpu_pipe.data.prepare import prepare
 
+    fetch_model(config)
     with showing_preparation(config.trainer.progress) as progress:
         return prepare(config, progress)
+
+
+def fetch_model(config: RunConfig) -> None:
+    """Have the weights of a model that the Hub has on this machine, whole.
+
+    Raises:
+        BadInputError: they cannot be fetched, or are no whole model.
+    """
+    path = config.model.path
+    if path is not None and is_at_commit(path):
+        from mgpu_pipe.models.folder import check_model_folder
+        from mgpu_pipe.models.hub_folder import whole_folder
+
+        check_model_folder(whole_folder(path))
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from mgpu_pipe.checkpoint.integrity import read_state
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
 from mgpu_pipe.config.freeze import load_untrusted
+from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.mathematics import Kind, differences, unequal
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
@@ -90,6 +91,10 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
         )
         for name, now, then in differences(config, before, [Kind.FIXED])
     ]
+    model, then = config.model.path or "", before.model.path or ""
+    if model != then and is_at_commit(model) and is_at_commit(then):
+        fix = f"give {then}, or use checkpoint.init_from for the weights alone"
+        errors.append(ConfigError("model.path", model, fix, f"the checkpoint {step} was trained from {then}"))
     state = read_state(step, manifest, "off")
     if not errors and state.get("data_digest") != prepared.digest:
         changed = [name for name, _, _ in differences(config, before, [Kind.CONTENT]) if name.startswith("data.")]

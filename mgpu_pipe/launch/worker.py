@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
+from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed
 from mgpu_pipe.launch import stop
@@ -136,17 +137,23 @@ def train_in(
 def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
     """The data that the launcher prepared; a node that does not share its cache prepares it again, which may take long.
 
+    So it is with a model that the Hub has: one process of the node fetches it.
+
     Raises:
         DataError: this node's files are not rank 0's.
     """
     from mgpu_pipe.data.cache import locked, writing_to_cache
     from mgpu_pipe.data.prepare import prepare, read_prepared
+    from mgpu_pipe.launch.preparing import fetch_model
 
     prepared = read_prepared(json.loads(paths.data.read_text(encoding="utf-8")))
+    cache = cache_folder(config.data.cache_dir)
+    if config.model.path is not None and is_at_commit(config.model.path):
+        with writing_to_cache(cache), locked(cache / NODE_LOCK):
+            fetch_model(config)
     if prepared.is_here():
         return prepared
     print("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)
-    cache = cache_folder(config.data.cache_dir)
     with writing_to_cache(cache), locked(cache / NODE_LOCK):  # one of the node's processes works, the others wait
         here = prepare(config)
     if here.digest != prepared.digest:

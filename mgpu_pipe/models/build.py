@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -68,7 +68,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     check_model_config(model)
     fields: dict[str, Any] = {}
     if model.path is not None:
-        fields.update(_without(NOT_FOLLOWED, read_config_json(Path(model.path).expanduser())))
+        fields.update(_without(NOT_FOLLOWED, read_config_json(local_folder(model.path))))
     model_type = str(fields.pop("model_type", None) or model.type)
     for name, value in model.config.items():
         merges = name not in LABELS and _both_mappings(fields.get(name), value)

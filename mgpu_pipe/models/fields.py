@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import nearest
@@ -124,7 +124,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     if model.path is not None:
-        fields.update(read_config_json(Path(model.path).expanduser()))
+        fields.update(read_config_json(local_folder(model.path)))
     known = config_class(_model_type(model)) or ConfigClass()
     own_names = known.attribute_map
     given = {
@@ -143,7 +143,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
 def _model_type(model: ModelConfig) -> str:
     if model.path is None:
         return str(model.type)
-    return str(read_config_json(Path(model.path).expanduser())["model_type"])
+    return str(read_config_json(local_folder(model.path))["model_type"])
 
 
 def _check_field(model_type: str, known: ConfigClass, name: str, value: Any) -> list[BadInputError]:

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.compat.transformers_private import attention_of
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.build import build_from, draw_parameter, first_line, model_config, recipe_of, tied_sources
 from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
 from mgpu_pipe.models.freezing import freeze_parameters
+from mgpu_pipe.models.hub_folder import whole_folder
 
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
@@ -33,7 +35,7 @@ def load_pretrained(
     model_class: str | None = None,
     seed: int | None = None,
 ) -> PreTrainedModel:
-    """The model of the local folder ``model.path`` with its safetensors weights, fp32, on ``device``.
+    """The model of the folder ``model.path`` with its safetensors weights, fp32, on ``device``.
 
     Args:
         model_class: as of :func:`build_meta`.
@@ -46,7 +48,7 @@ def load_pretrained(
     """
     if model.path is None:
         raise ConfigError("model.path", None, "give a Hugging Face model folder")
-    folder = Path(model.path).expanduser()
+    folder = whole_folder(model.path)
     check_model_folder(folder)
     config = model_config(settings or model)
     with at_most(stored_tensors(folder)):
@@ -123,7 +125,7 @@ def check_loading(
     Returns:
         The keyed initial values of the new ones, by name.
     """
-    folder = Path(str(model.path)).expanduser()
+    folder = local_folder(str(model.path))
     mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - set(tied_sources(twin)) - mismatched
     unexpected, new = set(info["unexpected_keys"]), set[str]()

@@ -23,6 +23,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
+from mgpu_pipe.models.hub_folder import whole_folder
 from mgpu_pipe.models.layout import Layout, layouts_of, unsharded_shape
 from mgpu_pipe.models.parts import local_tensor, parts_held
 from mgpu_pipe.models.pretrained import check_loading
@@ -188,7 +189,7 @@ def _shape_of(stored: Any) -> tuple[int, ...]:
 def _checked_folder(source: ModelConfig) -> Path:
     if source.path is None:
         raise ConfigError("model.path", None, "give a Hugging Face model folder")
-    folder = Path(source.path).expanduser()
+    folder = whole_folder(source.path)
     check_model_folder(folder)
     return folder
 

@@ -19,6 +19,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.fields import LABELS
+from mgpu_pipe.models.hub_folder import whole_folder
 from mgpu_pipe.models.pretrained import load_pretrained
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.slices import FolderWeights
@@ -87,8 +88,8 @@ def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: Checkpoi
 
     def digest() -> LeftOut | None:
         if reader is not None and before is not None:
-            before.require(None if folder is None else Path(folder), cache, reader.folder)
-        return LeftOut.of(Path(folder), cache, sorted(names)) if leaves_out and folder is not None else None
+            before.require(None if folder is None else whole_folder(folder), cache, reader.folder)
+        return LeftOut.of(folder, cache, sorted(names)) if leaves_out and folder is not None else None
 
     if before is None and not leaves_out:
         return None

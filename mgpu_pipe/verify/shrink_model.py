@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from math import lcm
-from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.families.config_source import ConfigClass, config_class
 from mgpu_pipe.families.find import family_of
@@ -94,7 +94,7 @@ def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     """The model type and the fields given for it; of a composite folder those of its language model."""
     if model.path is None:
         return str(model.type), dict(model.config)
-    content = read_config_json(Path(model.path).expanduser())
+    content = read_config_json(local_folder(model.path))
     nested = content.get("text_config")
     if isinstance(nested, Mapping) and nested.get("model_type") in model_types():
         content = dict(nested)

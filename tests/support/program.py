@@ -8,6 +8,7 @@ processes' command lines, start the real program (tests/support/command.py, test
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import runpy
 import signal
@@ -80,6 +81,8 @@ def _take_over(out: int, error: int, environment: Mapping[str, str]) -> None:
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
     sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
+    if "huggingface_hub.constants" in sys.modules:  # it reads the environment once, when it is imported
+        importlib.reload(sys.modules["huggingface_hub.constants"])
 
 
 def _give_up_descriptors(kept: Sequence[int]) -> None:

@@ -13,7 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
+from mgpu_pipe.config.hub import DATA
+from mgpu_pipe.config.plugins import DATA_GROUP, FILE_SOURCES, load, registered
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
@@ -23,7 +24,6 @@ from mgpu_pipe.data.text.labelled_row import row_of
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
 READ_NO_PATHS = ("stdlib_text", "number_words", "synthetic")
 BUILT_IN = ("stdlib_text", *FILE_SOURCES, "number_words", "synthetic")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
@@ -142,7 +142,8 @@ def _check_numbers(data: DataConfig) -> None:
 def _check_files(data: DataConfig, patterns: list[str], key: str) -> None:
     budget = _CHECKED_BYTES
     errors: list[BadInputError] = []
-    for path in files.expand_paths(patterns, key):
+    here = [pattern for pattern in patterns if not pattern.startswith(DATA)]  # others are looked into once fetched
+    for path in files.expand_paths(here, key) if here or not patterns else ():
         try:
             size = files.check_readable(path)
             if budget > 0:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.hub import DATA, local_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
@@ -57,7 +58,7 @@ def model_field(model: ModelConfig, name: str) -> Any:
     """A field of the model's configuration as configured or in its folder; None where neither says it."""
     configured = model.config.get(name)
     if configured is None and model.path:
-        file = Path(model.path).expanduser() / "config.json"
+        file = local_folder(model.path) / "config.json"
         if file.is_file():
             settings = json_file(file)
             nested = settings.get("text_config")
@@ -131,7 +132,7 @@ def _existing_file(config: RunConfig) -> Path | None:
     """The ``tokenizer.json`` to use, or None where one is to be made."""
     chosen = config.data.tokenizer
     if chosen != "auto":
-        path = Path(chosen).expanduser()
+        path = local_folder(chosen, "data.tokenizer")
         file = path / TOKENIZER if path.is_dir() else path
         if not file.is_file():
             reason = f"the folder has no {TOKENIZER}" if path.is_dir() else "no such file or folder"
@@ -139,7 +140,7 @@ def _existing_file(config: RunConfig) -> Path | None:
         return file
     if not config.model.path:
         return None
-    file = Path(config.model.path).expanduser() / TOKENIZER
+    file = local_folder(config.model.path) / TOKENIZER
     if file.is_file():
         return file
     if config.data.source == "synthetic":
@@ -359,6 +360,8 @@ def check_chat(config: RunConfig) -> None:
     if text is None:
         raise _no_template(config)
     template = _compiled(config, text, file.parent if file is not None else None)
+    if config.data.paths[0].startswith(DATA):
+        return  # looked into once it is fetched
     first = files.expand_paths(config.data.paths, "data.paths")[0]
     line, origin, _ = next(files.read_lines(first))
     template.conversation(line, origin, config.data.messages_column)
