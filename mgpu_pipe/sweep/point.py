@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.runs.lock import boot_id, process_identity
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
@@ -15,6 +18,8 @@ STOPPED, INTERRUPTED, CANCELLED = "stopped", "interrupted", "cancelled"
 PAUSED, PRUNED = "paused", "pruned"
 """At a rung, while others may still promote it; and for good, when the sweep had ended."""
 FAILED, DIVERGED, OUT_OF_MEMORY = "failed", "diverged", "out_of_memory"
+SILENT_S = 120.0
+"""Another host's process that has not renewed its lease for so long is gone; clocks may differ by less."""
 GOES_ON = (WAITING, STOPPED, INTERRUPTED)
 """What ``sweeps resume`` runs; a running point whose process is gone counts as interrupted."""
 ENDED_BADLY = (FAILED, DIVERGED, OUT_OF_MEMORY)
@@ -74,9 +79,13 @@ class Point:
         return {key: value for key, _, value in pairs}
 
 
-def seen(point: Point) -> Point:
-    """``point`` as it is now: interrupted where it was running and its process is gone."""
-    if point.status != RUNNING or _lives(point.owner):
+def seen(point: Point, one_host: bool) -> Point:
+    """``point`` as it is now: interrupted where it was running and its process is gone.
+
+    Args:
+        one_host: whether all processes of the sweep run on this machine.
+    """
+    if point.status != RUNNING or _lives(point, one_host):
         return point
     return replace(point, status=INTERRUPTED)
 
@@ -86,11 +95,23 @@ def me() -> str:
     return process_identity(os.getpid())
 
 
-def _lives(owner: str) -> bool:
-    """Whether the process may be alive; one of another boot of this machine, or of another machine, may."""
-    boot, _, rest = owner.partition(":")
+def _lives(point: Point, one_host: bool) -> bool:
+    """Whether the process that runs a point may be alive.
+
+    One of another boot is gone where there is one host; another host's shows that it lives by the lease in its run's
+    folder, which it renews every few seconds.
+    """
+    boot, _, rest = point.owner.partition(":")
     pid = rest.partition(":")[0]
-    return boot != boot_id() or not pid.isdigit() or process_identity(int(pid)) == owner
+    if boot == boot_id():
+        return pid.isdigit() and process_identity(int(pid)) == point.owner
+    if one_host:
+        return False
+    try:
+        renewed = RunPaths(Path(point.folder)).lock.stat().st_mtime if point.folder else point.begun
+    except OSError:
+        renewed = point.begun
+    return time.time() - max(renewed, point.begun) < SILENT_S
 
 
 def as_record(point: Point) -> dict[str, Any]:

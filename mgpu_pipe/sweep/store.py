@@ -84,7 +84,8 @@ class Store:
 
     def points(self) -> list[Point]:
         """Every point as it is now, by number."""
-        return [seen(from_record(record)) for record in self._points.all()]
+        one_host = self.asked.get("kind") != "files"
+        return [seen(from_record(record), one_host) for record in self._points.all()]
 
     def add(self, trials: Iterable[Sequence[Sequence[str]]], after: int | None = None) -> list[Point]:
         """Add points; each trial is a list of its runs' overrides.

@@ -252,7 +252,8 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
         traceback.print_exc()
         return _end(store, point, FAILED, EXIT_FAILURE, repr(error), {}, time.monotonic() - began)
     run_ended(asked_to_stop=result.asked_to_stop)
-    chosen(result.folder)
+    if point.folder != str(result.folder):
+        chosen(result.folder)
     summary = read_summary(RunPaths(result.folder))
     short = _killed_for_memory() > memory
     status, reason = outcome(result.exit_code, summary, short, store.asked.get("diverged_above"))

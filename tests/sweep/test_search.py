@@ -204,6 +204,14 @@ def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:
         assert (point.status == "diverged") == (float(point.settings["optimizer.lr"]) > 0.05)
 
 
+def test_a_sweep_that_hydra_runs_itself_is_stored_too(launches: list[RunConfig]) -> None:
+    callback = "+hydra.callbacks.log._target_=hydra.experimental.callbacks.LogJobReturnCallback"
+    assert cli.main([*BASE, "seed=1,2", "sweep.name=s", callback]) == 0
+    points = the_sweep().points()
+    assert [point.status for point in points] == ["finished"] * 2 and len(launches) == 2
+    assert [point.overrides for point in points] == [("seed=1",), ("seed=2",)]
+
+
 def test_rungs_and_rules() -> None:
     assert rungs_of(27) == [3, 9, 27] and rungs_of(100, [50, 10, 100, 200]) == [10, 50, 100]
     reached = {number: {3: float(number)} for number in range(1, 7)}

@@ -74,6 +74,17 @@ def test_a_point_whose_process_is_gone_is_interrupted_and_can_be_taken(store: St
     assert store.change(taken, status=FINISHED) is None, "its former owner has nothing to say any more"
 
 
+def test_after_a_reboot_a_point_is_interrupted_and_another_hosts_is_watched(store: Store, tmp_path: Path) -> None:
+    (point,) = store.add([[["seed=1"]]])
+    lock = tmp_path / ".lock"
+    lock.touch()
+    store.change(point, status=RUNNING, owner="another-boot:1:2", attempts=1, begun=0.0, folder=str(tmp_path))
+    one_host = store.asked["kind"] == "sqlite"
+    assert store.points()[0].status == (INTERRUPTED if one_host else RUNNING)
+    os.utime(lock, (0, 0))  # its lease was not renewed for long
+    assert store.points()[0].status == INTERRUPTED
+
+
 def test_values_of_any_text_come_back(store: Store) -> None:
     overrides = ["data.paths=['a, b=c.txt','it\\'s \"so\"']", "run.tags=[x]", "+model.config.ü=1"]
     store.add([[overrides]])
