@@ -17,6 +17,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.launch.node_check import BAD_NODES
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script, gpus_per_node
 from mgpu_pipe.runs import folder as run_folder
@@ -133,6 +134,7 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
         try:
             with run_folder.writing_to(paths.root):
                 paths.logs.mkdir(exist_ok=True)
+                (paths.root / BAD_NODES).unlink(missing_ok=True)
                 script = write_script(config, paths.root, asked.command)
             job = sbatch(config, script)
         except BadInputError:

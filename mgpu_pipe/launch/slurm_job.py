@@ -34,16 +34,16 @@ def _run(folder: Path) -> int:
     from mgpu_pipe.checks.preflight import preflight
     from mgpu_pipe.config.freeze import load
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.errors import RunFolderError
+    from mgpu_pipe.errors import EXIT_STOPPED, RunFolderError
     from mgpu_pipe.launch.composed import find_own_classes
     from mgpu_pipe.launch.local import launch
+    from mgpu_pipe.launch.node_check import leave_out, node_faults
     from mgpu_pipe.launch.slurm import SCRIPT
     from mgpu_pipe.runs.continue_line import Asked
     from mgpu_pipe.runs.newest import recorded
 
-    paths = RunPaths(folder)
+    paths, node = RunPaths(folder), os.environ.get("SLURMD_NODENAME", socket.gethostname())
     if not paths.config.is_file():
-        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         fix = "set run.root to a folder of a file system that the compute nodes share with the login node"
         raise RunFolderError(f"{folder}: node {node} does not see the run's folder; {fix}")
     find_own_classes()
@@ -51,6 +51,11 @@ def _run(folder: Path) -> int:
     config = replace(
         config, run=replace(config.run, dir=str(folder)), checkpoint=replace(config.checkpoint, resume="auto")
     )
+    faults = node_faults(config, folder, node)
+    if faults:
+        leave_out(folder, node, faults)
+        print(f"error: node {node}: {'; '.join(faults)}; the job is queued again without it", file=sys.stderr)
+        return EXIT_STOPPED
     preflight(config)
     asked = Asked(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),

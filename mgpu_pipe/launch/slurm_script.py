@@ -18,7 +18,13 @@ AFTER = """\
 code=$?
 # 75: stopped after saving, or worth another try; above 128: ended by a signal
 if [ $code -eq 75 ] || [ $code -gt 128 ]; then
-    scontrol requeue "$SLURM_JOB_ID" || echo "error: SLURM does not requeue this job; go on with: sbatch $0" >&2
+    trap '' TERM  # the shell outlives its job for a moment
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        echo "error: SLURM does not requeue this job; go on with: sbatch $run/job.sh" >&2
+    elif [ -s "$run/bad_nodes.txt" ]; then  # nodes that failed the check before the start
+        nodes=$(cut -d' ' -f1 "$run/bad_nodes.txt" | paste -sd,)
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes{exclude}"
+    fi
 fi
 exit $code"""
 
@@ -49,7 +55,7 @@ def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence
         *launch.setup,
         run if array else f"run={shlex.quote(str(folder))}",
         f'{shlex.join(step)} {inside}{python} -m {JOB} "$run"',
-        *AFTER.splitlines(),
+        *AFTER.replace("{exclude}", f",{launch.exclude}" if launch.exclude else "").splitlines(),
         "",
     ]
     return "\n".join(lines)

@@ -69,6 +69,8 @@ def begin(paths: RunPaths, attempt: int, step: Path | None, most_without_progres
         "from_step": first,
         "ended": None,
     }
+    if bad := _bad_nodes(paths):
+        entry["left_out"] = bad
     _write(paths, [*entries, entry])
 
 
@@ -122,6 +124,14 @@ def _of_a_killed(paths: RunPaths, entry: Mapping[str, object], step: Path | None
         "lost_s": round(lost, 3),
         "retry": True,
     }
+
+
+def _bad_nodes(paths: RunPaths) -> str:
+    """The nodes that failed their check before the start, with what is wrong with them."""
+    try:
+        return ", ".join(dict.fromkeys((paths.root / "bad_nodes.txt").read_text(encoding="utf-8").splitlines()))
+    except FileNotFoundError:
+        return ""
 
 
 def _nodes_down(nodes: str) -> str:

@@ -139,3 +139,62 @@ def test_disturbed_by(
         revive(cluster)
     assert_equal(folder, undisturbed)
     assert [entry["status"] for entry in attempts(folder)][-1] == "finished"
+
+
+ONE = (*TINY, "trainer.devices=1")
+"""One worker, on one node."""
+
+
+def test_a_bad_node_is_left_out_and_a_cancelled_job_is_not_queued_again(
+    cluster: Cluster, cache: Path, shared: Path, tmp_path: Path
+) -> None:
+    """Three jobs beside one another: on a node without its memory, cancelled, and crashing every time."""
+    prolog = tmp_path / "prolog"
+    prolog.write_text('#!/bin/bash\n[ "$SLURMD_NODENAME" != n0 ] || echo export SLURM_MEM_PER_NODE=99999999\n')
+    prolog.chmod(0o755)
+    (tmp_path / "crash.py").write_text(CRASH)
+    bad, left_out = cluster.submit(
+        cache, shared, *ONE, "trainer.max_steps=2", f"launch.srun=['--task-prolog={prolog}']"
+    )
+    cancelled, saved = cluster.submit(cache, shared, *ONE, *SLOW, "trainer.max_steps=400", "run.name=saved")
+    words = ["callbacks.crash._target_=crash.Crash", "launch.max_restarts_without_progress=1", "run.name=crashing"]
+    crashing, crashed = cluster.submit(cache, tmp_path, *ONE, *words, "trainer.max_steps=3", "launch.exclude=n2")
+
+    cluster.until(lambda: reached(saved, 2), "step 2", cancelled)
+    cluster.ask("scancel", cancelled)
+    assert cluster.ended(cancelled, saved) == "CANCELLED"
+    cluster.until(lambda: attempts(saved)[-1]["ended"], "the end")
+    assert attempts(saved)[-1]["status"] == "stopped" and list((saved / "checkpoints").glob("step-*"))
+
+    assert cluster.ended(bad, left_out) == "COMPLETED"
+    assert "99999999 were asked for; the job is queued again without it" in cluster.log(left_out)
+    (entry,) = attempts(left_out)
+    assert entry["left_out"].startswith("n0 ") and entry["nodes"] != "n0"
+
+    assert cluster.ended(crashing, crashed) == "FAILED"
+    summary = json.loads((crashed / "summary.json").read_text())
+    assert summary["status"] == "failed" and len(summary["attempts"]) == 2
+    assert "launch.max_restarts_without_progress=1: the last 2 attempts crashed" in summary["error"]["message"]
+    assert {entry["cause"] for entry in attempts(crashed)} == {"it crashes"}
+
+
+CRASH = """
+from pytorch_lightning import Callback
+
+
+class Crash(Callback):
+    def on_train_batch_end(self, *_):
+        raise RuntimeError("it crashes")
+"""
+
+
+@pytest.mark.exhaustive
+def test_stopped_before_its_time_limit_it_goes_on(cluster: Cluster, cache: Path, shared: Path) -> None:
+    """A real limit, of two minutes; the steps take longer."""
+    words = (*ONE, "trainer.max_steps=150")
+    whole = run_folder(mgpu(cache, shared, *words, "launch=local", "run.name=whole"))
+    slow = ("callbacks.slow._target_=tests.support.slow.Slow", "callbacks.slow.seconds=0.6")
+    job, folder = cluster.submit(cache, shared, *words, *slow, "launch.time=0:02:00", "launch.warning_s=50")
+    assert cluster.ended(job, folder, seconds=500) == "COMPLETED"
+    assert "SIGUSR1" in attempts(folder)[0]["cause"] and len(attempts(folder)) > 1
+    assert column(folder, "train/loss") == column(whole, "train/loss")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from mgpu_pipe.commands.submit import submit
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
-from mgpu_pipe.launch import slurm
+from mgpu_pipe.launch import node_check, slurm
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script
 from mgpu_pipe.runs.continue_line import Asked, hydra_quoted
@@ -221,3 +222,39 @@ def test_the_line_for_other_schedulers_trains_by_the_environment_alone(
 def test_the_line_for_other_schedulers_needs_a_folder() -> None:
     with pytest.raises(ConfigError, match=r"run.dir=null: .*; give a folder that all nodes see"):
         submit(["model=llama_tiny", "trainer.max_steps=1", "launch=torchrun"])
+
+
+def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "mgpu_pipe.launch.slurm_job", str(tmp_path / "not shared")]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SLURMD_NODENAME": "n7"})
+    assert done.returncode == 2
+    assert "node n7 does not see the run's folder; set run.root to a folder" in done.stderr
+
+
+def test_a_node_is_judged_by_its_gpus_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured("trainer.accelerator=cuda")
+    monkeypatch.setattr(node_check, "usable_gpus", lambda: 2)
+    assert node_check.node_faults(config, tmp_path, "n0") == []
+    monkeypatch.setattr(node_check, "usable_gpus", lambda: 1)
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))
+    gpus, memory, disk = node_check.node_faults(config, tmp_path / "gone", "n0")
+    assert gpus == "1 of 2 GPUs can be used" and "MiB of memory are free" in memory and "gone cannot be written" in disk
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_script_queues_the_job_again_without_bad_nodes(tmp_path: Path, refused: bool) -> None:
+    """Run by bash, with stand-ins for srun and scontrol; a requeue that SLURM refuses is said with what to do."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text("#!/bin/bash\nexit 75\n")
+    (tools / "scontrol").write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/asked\nexit {int(refused)}\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    (tmp_path / "bad_nodes.txt").write_text("n1 no memory\nn2 no disk\n")
+    slurm.write_script(configured("launch.exclude=n7"), tmp_path, [])
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
+    done = subprocess.run([tmp_path / slurm.SCRIPT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 75
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked == ["requeue 12", *([] if refused else ["update JobId=12 ExcNodeList=n1,n2,n7"])]
+    assert ("error: SLURM does not requeue this job; go on with: sbatch" in done.stderr) == refused
