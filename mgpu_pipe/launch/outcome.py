@@ -79,7 +79,7 @@ def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float
         if outcome.status == "failed":
             _record_failure(config, paths, outcome)
         amend_summary(paths, wall_s=wall_s, attempts=_attempts(paths, outcome))
-        _show_end(config, paths, again)
+        _show_end(config, paths, again, outcome)
     except (MgpuError, OSError) as error:
         print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
     except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
@@ -133,13 +133,15 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
     )
 
 
-def _show_end(config: RunConfig, paths: RunPaths, again: str) -> None:
+def _show_end(config: RunConfig, paths: RunPaths, again: str, outcome: Outcome) -> None:
     from mgpu_pipe.report.html import write_report
     from mgpu_pipe.report.tables import after_table
 
     report = write_report([paths], paths.report)
     summary = read_summary(paths)
     if summary.get("status") == "failed":
+        if summary.get("checkpoint") and outcome.failure is not None and outcome.failure.can_be_retried:
+            print(f"go on: {again}")
         return
     after_table(summary, {"report": str(report), **_how_to_go_on(config, paths, summary, again)})
     sys.stdout.flush()

@@ -9,6 +9,7 @@ import csv
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -141,6 +142,20 @@ def test_killed_at_any_moment_it_resumes_as_if_nothing_had_happened(
     written = (folder / "summary.json").read_bytes()
     run_to_end(start(place, f"run.dir={folder}", "checkpoint.resume=auto"))  # complete: nothing is done
     assert (folder / "summary.json").read_bytes() == written
+
+
+def test_a_run_whose_worker_was_killed_says_the_line_that_goes_on(place: Path) -> None:
+    folder = place / "crashed"
+    launcher = start(place, f"run.dir={folder}", "trainer.max_steps=100000", devices=1)
+    wait_for_step(folder, 6)
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _children(launcher.pid)}
+    (worker,) = (pid for pid, command in words.items() if b"launch.worker" in command)
+    os.kill(int(worker), signal.SIGKILL)
+    said, _ = launcher.communicate(timeout=60)
+    (line,) = (line.removeprefix("go on: ") for line in said.splitlines() if line.startswith("go on: "))
+    assert launcher.returncode == 1
+    again = start(place, *shlex.split(line)[len(PROGRAM) :], "trainer.max_steps=12", devices=1)
+    assert run_to_end(again)[0] == folder
 
 
 def test_what_may_not_differ_is_refused_and_the_earlier_run_left_as_it_was(
