@@ -99,9 +99,25 @@ def check_attention(config: RunConfig) -> None:
         raise ConfigError("model.attn_implementation", config.model.attn_implementation, fix, reason)
 
 
+def peft_errors(config: RunConfig) -> list[BadInputError]:
+    """What adapters cannot be combined with."""
+    peft, errors = config.peft, list[BadInputError]()
+    if peft.name == "none":
+        return []
+    if peft.dropout and config.strategy.tp != 1:
+        reason = "tensor-parallel ranks would have to drop the same inputs"
+        errors.append(ConfigError("peft.dropout", peft.dropout, "use peft.dropout=0 with strategy.tp", reason))
+    if config.precision.name == "fp8":
+        errors.append(ConfigError("precision.name", "fp8", "use bf16", "adapters do not compute in float8"))
+    if config.objective.name == "sequence_classification" and not peft.train_also:
+        fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
+        errors.append(ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained"))
+    return errors
+
+
 def check_freezing(config: RunConfig) -> None:
     """Each pattern matches a parameter: their names are those of the model on the meta device, without weights."""
-    if config.model.freeze:
+    if config.model.freeze or config.peft.name != "none":
         from mgpu_pipe.models.build import run_model
 
         run_model(config)

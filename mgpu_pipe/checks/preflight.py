@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mgpu_pipe.checks.model import check_attention, check_freezing, check_model
+from mgpu_pipe.checks.model import check_attention, check_freezing, check_model, peft_errors
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.numerics import numerics_errors
 from mgpu_pipe.checks.sizes import size_errors, update_errors
@@ -48,6 +48,7 @@ def checks(alone: Sequence[str] = ()) -> list[Check]:
         Check(_raising(_check_data), ("data",), composed=False),
         Check(lambda config: relation_errors(config, joined=joined())),
         Check(numerics_errors),
+        Check(peft_errors, ("peft", "objective", "strategy")),
         Check(lambda config: run_folder_errors(config, alone)),
         Check(_raising(check_start), ("checkpoint",)),
         Check(size_errors, ranges=True),

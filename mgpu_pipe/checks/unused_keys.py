@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 
 from mgpu_pipe.config.plugins import DATA_SOURCES, ENGINES, PAIR_SOURCES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
@@ -17,7 +18,7 @@ SIZES = tuple(ParallelDims().as_dict())
 
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     """Such keys, each with why; a sweep over strategies may well set them."""
-    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config)]
+    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config), *_peft(config)]
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
         unused.append(("run.root", "run.dir says where the run is"))
     if config.strategy.engine in ENGINES:  # a plug-in's may read any
@@ -96,13 +97,20 @@ def _tf32(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "precision.tf32", "TF32 is a mode of CUDA GPUs of compute capability 8.0 and higher"
 
 
+def _peft(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.peft.name == "none":
+        for field in fields(config.peft):
+            if field.name != "name" and getattr(config.peft, field.name) != getattr(DEFAULT.peft, field.name):
+                yield f"peft.{field.name}", "peft=none has no adapters; use peft=lora"
+
+
 def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
     checkpoint, default = config.checkpoint, DEFAULT.checkpoint
     for key in ("when_busy", "on_save_error"):
         if checkpoint.every_n_steps is None and getattr(checkpoint, key) != getattr(default, key):
             yield f"checkpoint.{key}", "without checkpoint.every_n_steps nothing is saved beside training"
     if checkpoint.frozen_weights == "leave_out":
-        if not config.model.freeze:
+        if not config.model.freeze and config.peft.name == "none":
             yield "checkpoint.frozen_weights", "model.freeze=[] freezes no weights"
         elif config.model.path is None and checkpoint.init_from is None:
             yield "checkpoint.frozen_weights", "the weights come from no folder that a checkpoint could name"

@@ -21,6 +21,9 @@ def export(argv: Sequence[str]) -> int:
     """
     parser = parser_of("export", "Write a Hugging Face model folder.")
     takes_target(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--merge", action="store_true", help="adapters are added to the weights beside them (the default)")
+    how.add_argument("--adapter", action="store_true", help="write the adapters alone, as the peft package reads them")
     parser.add_argument("--push", metavar="ORG/NAME", help="put it on the Hugging Face Hub, with a model card")
     parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
     _export(parsed(parser, argv))
@@ -28,18 +31,30 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.adapters import has_adapters
     from mgpu_pipe.inference.export import check_target, export_folder
 
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)
     if arguments.private and arguments.push is None:
         raise BadInputError("--private: makes no sense without --push; leave it out")
+    if arguments.push is not None and arguments.adapter:
+        raise BadInputError("--push: takes whole models; use --merge in the place of --adapter")
     target = None if arguments.push is None else push_target(arguments.push)
     quiet()
     run = open_model(folder, arguments.frozen_weights)
-    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size)
-    print(f"exported {run.source} to {out} ({arguments.dtype}; logits compared after loading it again)")
-    print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
+    option = "--adapter" if arguments.adapter else "--merge" if arguments.merge else None
+    if option is not None and not has_adapters(run):
+        raise BadInputError(f"{option}: {run.source} has no adapters; leave the option out")
+    merges = has_adapters(run) and not arguments.adapter
+    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size, arguments.adapter)
+    if arguments.adapter:
+        print(f"exported the adapters of {run.source} to {out} ({arguments.dtype})")
+        print(f'load it: peft.PeftModel.from_pretrained(base, "{out}"), where base is {run.maker or "its base model"}')
+    else:
+        what = "adapters merged; " if merges else ""
+        print(f"exported {run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)")
+        print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
     if target is not None:

@@ -16,6 +16,7 @@ def field_documentation() -> dict[tuple[str, str], str]:
     """``(class name, field name)`` to the one line of documentation below that field."""
     classes: list[type] = [
         schema.RunConfig,
+        schema.PeftConfig,
         *(keys for section in SECTIONS.values() for keys in section.all_keys().values()),
     ]
     files = dict.fromkeys(map(inspect.getfile, classes))

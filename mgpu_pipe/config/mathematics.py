@@ -86,6 +86,7 @@ KINDS: dict[str, Kind] = {
     "optimizer": Kind.TOLD,
     "optimizer._target_": Kind.FIXED,
     "scheduler": Kind.TOLD,
+    "peft": Kind.FIXED,
     "strategy": Kind.FREE,
     "precision": Kind.NOTED,
     "checkpoint": Kind.FREE,

@@ -40,6 +40,12 @@ def world_size(config: RunConfig) -> int:
     return devices_per_node(config) * config.trainer.num_nodes
 
 
+def leaves_out_frozen_weights(config: RunConfig) -> bool:
+    """Whether checkpoints are to leave out the frozen weights that come from a folder."""
+    chosen = config.checkpoint.frozen_weights
+    return chosen == "leave_out" or (chosen == "auto" and config.peft.name != "none")
+
+
 def resolve_precision(config: RunConfig) -> Precision:
     """The precision that ``auto`` means here: bf16 on GPUs that have it, else fp32."""
     if config.precision.name != "auto":

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plugins import PAIR_SOURCES
 from mgpu_pipe.config.sweep_keys import SweepConfig
 from mgpu_pipe.errors import ConfigError
@@ -284,9 +285,9 @@ class CheckpointConfig:
     """Checkpoints with the best best_metric (the lowest, unless higher is better) kept besides."""
     best_metric: str = "val/loss"
     """Metric that keep_best ranks by."""
-    frozen_weights: Literal["save", "leave_out"] = "save"
-    """Weights that model.freeze keeps as their folder gave them: saved like all others, or left out; then a checkpoint
-    names that folder and the digest of its weights."""
+    frozen_weights: Literal["auto", "save", "leave_out"] = "auto"
+    """Weights that model.freeze or adapters keep as their folder gave them: saved like all others, or left out; then a
+    checkpoint names that folder and the digest of its weights. auto leaves them out beside adapters."""
     async_save: bool = True
     """Write beside training, which waits only while its state is copied to host memory; false waits for the write."""
     when_busy: Literal["wait", "skip"] = "wait"
@@ -356,6 +357,7 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=causal_lm)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -25,7 +25,12 @@ Dtype = Literal["fp32", "bf16"]
 
 
 def export_folder(
-    stored: StoredModel, out: Path, dtype: Dtype = "fp32", force: bool = False, max_shard_bytes: int | None = None
+    stored: StoredModel,
+    out: Path,
+    dtype: Dtype = "fp32",
+    force: bool = False,
+    max_shard_bytes: int | None = None,
+    adapter: bool = False,
 ) -> Path:
     """Write ``out``; what was there before stays until the new folder is proved.
 
@@ -35,6 +40,7 @@ def export_folder(
     Args:
         force: replace an existing model folder.
         max_shard_bytes: of a weight file; None takes the Hub's 5 GB.
+        adapter: write the adapters alone, as a folder of the peft package; otherwise they are merged.
 
     Raises:
         BadInputError: ``out`` exists (without ``force``, or is no model folder), or cannot be written; of its kinds,
@@ -43,6 +49,7 @@ def export_folder(
     """
     import torch
 
+    from mgpu_pipe.inference.adapters import merged, write_adapter
     from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, write_model_folder
     from mgpu_pipe.models.save import write_tokenizer
 
@@ -52,10 +59,15 @@ def export_folder(
         try:
             weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
             limit = max_shard_bytes or MAX_SHARD_BYTES
-            write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
+            if adapter:
+                write_adapter(stored, partial, weights_type)
+            else:
+                stored = merged(stored)
+                write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
             if stored.tokenizer_folder is not None:
-                write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens)
-            _prove(stored.model, stored.read, weights_type, partial)
+                write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens and not adapter)
+            if not adapter:
+                _prove(stored.model, stored.read, weights_type, partial)
             _put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
@@ -125,7 +137,8 @@ def check_target(out: Path, force: bool) -> None:
     """
     if not out.exists():
         return
-    if not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").is_file()):
+    written = ("config.json", "adapter_config.json")
+    if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in written)):
         raise BadInputError(f"--out={out}: exists and is no model folder; choose another folder")
     if any(out.iterdir()) and not force:
         raise BadInputError(f"--out={out}: exists already; choose another folder, or replace it with --force")

@@ -14,6 +14,7 @@ from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.fields import LABELS, check_model_config, class_of
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -84,8 +85,12 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def run_model(config: RunConfig) -> PreTrainedModel:
-    """The model of a run on the meta device, of the class that its objective trains; see :func:`build_meta`."""
-    return build_meta(config.model, description(config.objective.name).model_class)
+    """The model of a run on the meta device, of the class that its objective trains, with its adapters; see
+    :func:`build_meta`.
+    """
+    model = build_meta(config.model, description(config.objective.name).model_class)
+    add_adapters(model, config.peft)
+    return model
 
 
 def build_meta(model: ModelConfig, model_class: str | None = None) -> PreTrainedModel:
@@ -108,7 +113,9 @@ def recipe_of(model: PreTrainedModel) -> InitRecipe:
 
     def untied_twin() -> nn.Module:
         with _without_tying():
-            return type(model)(model.config)
+            twin = type(model)(model.config)
+        add_adapters(twin, adapter_of(model))
+        return twin
 
     return InitRecipe.record(untied_twin, model.config.model_type)
 
@@ -159,6 +166,15 @@ def draw_parameter(
     if rows is None:
         return recipe.draw(source, seed, device, key=name)
     return recipe.draw_rows(source, seed, *rows, device, key=name)
+
+
+def draw_adapters(model: PreTrainedModel, seed: int) -> None:
+    """Give the adapters of ``model``, whose own weights are loaded, their keyed initial values, in place."""
+    adapters = {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+    recipe = recipe_of(model) if adapters else None
+    for name, parameter in adapters.items():
+        assert recipe is not None
+        parameter.data.copy_(draw_parameter(model, recipe, name, seed))
 
 
 def tied_sources(model: PreTrainedModel) -> dict[str, str]:

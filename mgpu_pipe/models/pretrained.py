@@ -15,6 +15,7 @@ from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
+from mgpu_pipe.models.adapters.lora import is_adapter
 from mgpu_pipe.models.build import build_from, draw_parameter, first_line, model_config, recipe_of, tied_sources
 from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -128,6 +129,8 @@ def check_loading(
     folder = local_folder(str(model.path))
     mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - set(tied_sources(twin)) - mismatched
+    adapters = {name for name in missing if is_adapter(name)}
+    missing -= adapters
     unexpected, new = set(info["unexpected_keys"]), set[str]()
     theirs = _names_of_another_class(folder, twin) if seed is not None and (missing or unexpected) else set()
     if theirs:
@@ -144,13 +147,13 @@ def check_loading(
             f"model.path={folder}: the weights do not fit the configuration; tensors {'; '.join(problems)}; "
             "check config.json and the model.config overrides"
         )
-    if not new:
+    if not new and not adapters:
         return {}
     assert seed is not None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if new and (not dist.is_initialized() or dist.get_rank() == 0):
         print(f"note: model.path={folder}: has no {', '.join(sorted(new))}: newly initialised", file=sys.stderr)
     recipe = recipe_of(twin)
-    return {name: draw_parameter(twin, recipe, name, seed) for name in sorted(new)}
+    return {name: draw_parameter(twin, recipe, name, seed) for name in sorted(new | adapters)}
 
 
 def _names_of_another_class(folder: Path, twin: PreTrainedModel) -> set[str]:

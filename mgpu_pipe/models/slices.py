@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_pipe.compat.transformers_private import keys_not_expected
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.lora import add_adapters
 from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+NO_ADAPTERS = PeftConfig()
 TakeTensor = Callable[[str, Any], None]
 """Takes what it needs of the parameter of a name: of a whole tensor, or of a file's slice that reads what is asked."""
 
@@ -41,14 +44,15 @@ class FolderWeights:
     """Fills a meta model with the weights of the folder ``source.path``.
 
     Attributes:
-        seed: as of :func:`read_folder`.
+        seed, peft: as of :func:`read_folder`.
     """
 
     source: ModelConfig
     seed: int | None = None
+    peft: PeftConfig = field(default_factory=PeftConfig)
 
     def __call__(self, model: PreTrainedModel, device: torch.device) -> None:
-        fill_from_folder(model, self.source, device, self.seed)
+        fill_from_folder(model, self.source, device, self.seed, self.peft)
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,16 @@ def _targets(model: torch.nn.Module) -> dict[str, _Target]:
 
 
 def fill_from_folder(
-    model: PreTrainedModel, source: ModelConfig, device: torch.device | str, seed: int | None = None
+    model: PreTrainedModel,
+    source: ModelConfig,
+    device: torch.device | str,
+    seed: int | None = None,
+    peft: PeftConfig = NO_ADAPTERS,
 ) -> PreTrainedModel:
     """Fill the meta ``model`` (of ``source``, sharded or not) from the folder ``source.path``, in place.
 
     Args:
-        seed: as of :func:`read_folder`.
+        seed, peft: as of :func:`read_folder`.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
@@ -112,7 +120,7 @@ def fill_from_folder(
     def take(name: str, stored: Any) -> None:
         targets[name].copy(stored)
 
-    read_folder(source, parameters, shapes, take, type(model).__name__, seed)
+    read_folder(source, parameters, shapes, take, type(model).__name__, seed, peft)
     return model.train()
 
 
@@ -123,6 +131,7 @@ def read_folder(
     take: TakeTensor,
     architecture: str,
     seed: int | None = None,
+    peft: PeftConfig = NO_ADAPTERS,
 ) -> None:
     """Show ``take`` every parameter of ``source`` in its folder, one after the other.
 
@@ -131,6 +140,7 @@ def read_folder(
         shapes: whole shapes, by the same names.
         architecture: the name of the model's class.
         seed: of tensors that the folder's own class does not have, a new head's; None: they are missing.
+        peft: the model's adapters, which no folder holds.
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes.
@@ -142,6 +152,7 @@ def read_folder(
         files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
         readers = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
         twin = build_meta(replace(source, freeze=[]), class_of([architecture]))
+        add_adapters(twin, peft)
         read = read_tensors(twin, readers, parameters, shapes, take)
         for name, drawn in check_loading(source, read, twin, seed).items():
             take(name, drawn)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.lora import A, B, LoraLayer
 from mgpu_pipe.parallel.tensor_parameters import CutParameters
 from mgpu_pipe.parallel.tensor_roles import tensor_plan
 
@@ -52,9 +53,20 @@ class TensorCut:
         self.parameters.cut(layer, "weight", dim, ranges, owned)
         if bias and layer._parameters.get("bias") is not None:
             self.parameters.cut(layer, "bias", 0, ranges, owned)
+        if isinstance(layer, LoraLayer):
+            self._cut_adapter(layer, dim == output_dim(layer), ranges, owned)
         length = sum(stop - start for start, stop in ranges)
         names = ("nf", "nx") if isinstance(layer, Conv1D) else ("out_features", "in_features")
         setattr(layer, names[0 if dim == output_dim(layer) else 1], length)
+
+    def _cut_adapter(self, layer: LoraLayer, outputs: bool, ranges: list[tuple[int, int]], owned: bool) -> None:
+        """Cut B like the weight's outputs, or A like its inputs; each rank's gradient of the other one is a part."""
+        if outputs:
+            self.parameters.cut(layer, B, 0, ranges, owned)
+            self.sum_gradient(layer.lora_A)
+        else:
+            self.parameters.cut(layer, A, 1, ranges, owned)
+            self.sum_gradient(layer.lora_B)
 
     def sharers(self, sharing: int) -> dist.ProcessGroup:
         """The group of the ``sharing`` neighbours that this rank shares its key-value head with."""

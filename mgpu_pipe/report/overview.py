@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.conf_folders import OWN
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
@@ -59,6 +60,7 @@ def summary(
     dims, plan = _sizes(config, world)
     return [
         ("model", _model(config)),
+        *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
         ("data", _data(config, prepared)),
         ("strategy", _strategy(config, dims, hardware)),
         ("batch", _batch(config, plan)),
@@ -87,6 +89,11 @@ def _millions(count: int) -> str:
     if count >= 10**9:
         return f"{count / 10**9:.2f}B"
     return f"{count / 10**6:.1f}M" if count >= 10**6 else f"{count / 10**3:.0f}k"
+
+
+def _adapters(peft: PeftConfig) -> str:
+    also = f"; trained besides: {', '.join(peft.train_also)}" if peft.train_also else ""
+    return f"{peft.name}, rank {peft.r}, scaled by {peft.scale:.3g}, beside {', '.join(peft.targets)}{also}"
 
 
 def _data(config: RunConfig, prepared: Prepared | None) -> str:

@@ -47,6 +47,9 @@ def subtitle(view: RunView) -> list[str]:
     model = view.of_summary("model", "name") or view.of_config("model", "name") or ""
     if not math.isnan(parameters):
         model = f"{model}, {numbers.count(parameters)} parameters".lstrip(", ")
+    trained = number(view.of_summary("model", "trained"))
+    if trained < parameters:
+        model = f"{model}, {numbers.count(trained)} of them trained"
     world = view.summary.get("world_size")
     processes = f"{world} process{'es' if world != 1 else ''}" if isinstance(world, int) else ""
     strategy = view.of_config("strategy", "name")

@@ -106,7 +106,7 @@ def _read_parts(model: nn.Module, folder: FolderWeights, dtype: torch.dtype, ran
             copied = values.to(parameter.ds_tensor.device, torch.float32, copy=True)
             shards[first_names[id(parameter)]] = (start, copied)
 
-    read_folder(folder.source, parameters, shapes, take, type(model).__name__, folder.seed)
+    read_folder(folder.source, parameters, shapes, take, type(model).__name__, folder.seed, folder.peft)
     return shards
 
 

@@ -15,9 +15,11 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.resolve import leaves_out_frozen_weights
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
-from mgpu_pipe.models.build import materialise, run_model
+from mgpu_pipe.models.adapters.lora import add_adapters
+from mgpu_pipe.models.build import draw_adapters, materialise, run_model
 from mgpu_pipe.models.fields import LABELS
 from mgpu_pipe.models.hub_folder import whole_folder
 from mgpu_pipe.models.pretrained import load_pretrained
@@ -57,9 +59,12 @@ def _model_and_filler(
         source = replace(config.model, type=None, path=config.checkpoint.init_from, config=classes)
     if source.path is not None and not sharded:
         model_class = description(config.objective.name).model_class
-        return load_pretrained(source, device, config.model, model_class, config.seed), None
+        model = load_pretrained(source, device, config.model, model_class, config.seed)
+        add_adapters(model, config.peft)
+        draw_adapters(model, config.seed)
+        return model, None
     if source.path is not None:
-        return run_model(config), FolderWeights(source, config.seed)
+        return run_model(config), FolderWeights(source, config.seed, config.peft)
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
         materialise(model, config.seed, device)
@@ -84,7 +89,7 @@ def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: Checkpoi
     if reader is not None:
         # What a checkpoint holds may have been trained before it was frozen.
         names &= set(before.names) if before is not None else set()
-    leaves_out = config.checkpoint.frozen_weights == "leave_out" and folder is not None and bool(names)
+    leaves_out = leaves_out_frozen_weights(config) and folder is not None and bool(names)
 
     def digest() -> LeftOut | None:
         if reader is not None and before is not None:

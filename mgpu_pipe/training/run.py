@@ -119,6 +119,7 @@ def train(
     if reader is not None:
         require_model_settings(reader.state.get("model_config"), settings, reader.folder)
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config = replace(config, model=replace(config.model, compile=compiles(config, device, num_parameters)))
     objective = objective_class(config.objective.name).from_config(
         config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
@@ -208,7 +209,8 @@ def train(
     if reader is not None and no_step_done and (reader.folder.parent == paths.checkpoints or start_step >= max_steps):
         recorder.metrics.update(reader.state["metrics"])
         checkpointer.last_path = resume
-    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, num_parameters)
+    sizes = {"parameters": num_parameters, "trained": num_trained}
+    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes)
 
 
 def _horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
@@ -329,7 +331,7 @@ def _result(
     recorder: StepRecorder,
     checkpointer: Checkpointer,
     precision: str,
-    num_parameters: int,
+    sizes: dict[str, int],
 ) -> TrainResult:
     memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
     status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
@@ -351,11 +353,7 @@ def _result(
         "tf32": uses_tf32(config),
         "metrics": metrics,
         "checkpoint": str(checkpoint.relative_to(checkpoint.parents[1])) if checkpoint is not None else None,
-        "model": {
-            "name": config.model.name,
-            "class": type(model).__name__.removeprefix("FSDP"),
-            "parameters": num_parameters,
-        },
+        "model": {"name": config.model.name, "class": type(model).__name__.removeprefix("FSDP"), **sizes},
         "batch": {
             "global_batch_size": plan.global_batch_size,
             "micro_batch_size": plan.micro_batch_size,

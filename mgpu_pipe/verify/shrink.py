@@ -8,6 +8,7 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import (
     CheckpointConfig,
@@ -21,7 +22,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.verify.shrink_model import shrink_model
+from mgpu_pipe.verify.shrink_model import in_fewer_layers, shrink_model
 
 STEPS = 10
 MAX_LR = 3e-4
@@ -29,7 +30,9 @@ MAX_LR = 3e-4
 SEQ_LEN = 32
 BUCKET_MIB = 0.05
 """Several gradient buckets even for a small model."""
-SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "strategy", "precision", "trainer")
+MAX_RANK = 4
+"""Of adapters."""
+SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "peft", "strategy", "precision", "trainer")
 TOLD = ("optimizer.lr", "strategy.offload")
 NOISE_REASON = "parity under random noise is statistical"
 REASONS = {
@@ -79,9 +82,10 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     chosen = config.strategy.pipeline
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
     stages = sum(map(len, stages_of_ranks))
+    model = shrink_model(config.model, dims, seq_len, stages)
     small = replace(
         config,
-        model=shrink_model(config.model, dims, seq_len, stages),
+        model=model,
         data=replace(
             DataConfig(**{field.name: getattr(config.data, field.name) for field in fields(DataConfig)}),
             source="synthetic",
@@ -96,6 +100,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
             global_batch_size=micro * num_micro * dims.data_parallel_size,
         ),
         objective=config.objective.shrunk(micro * seq_len),
+        peft=_small_adapters(config.peft, int(resolved_fields(model)["num_hidden_layers"])),
         optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, MAX_LR)),
         scheduler=_small_schedule(config.scheduler, steps),
         strategy=_sizes_filled_in(config.strategy, dims),
@@ -116,6 +121,16 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         launch=replace(config.launch, max_restarts=0),
     )
     return Shrunk(small, _changes(config, small))
+
+
+def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:
+    return replace(
+        peft,
+        r=min(peft.r, MAX_RANK),
+        dropout=0.0,
+        targets=in_fewer_layers(peft.targets, layers),
+        train_also=in_fewer_layers(peft.train_also, layers),
+    )
 
 
 def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyConfig:

@@ -85,7 +85,7 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
         type=model_type,
         config={**given, **changed},
         attn_implementation=implementation,
-        freeze=_in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
+        freeze=in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
         compile=model.compile,
     )
 
@@ -104,7 +104,7 @@ def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     return model_type, {name: value for name, value in fields.items() if known is None or name in known}
 
 
-def _in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
+def in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
     """Patterns of parameter names with every layer number brought into the small model."""
     return [re.sub(r"(?<=\.)\d+(?=\.|$)", lambda match: str(int(match[0]) % layers), text) for text in patterns]
 

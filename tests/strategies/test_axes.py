@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.strategies.test_matrix import BF16_FACTOR, bf16_error
 from tests.support.needs import need_torch_compile
@@ -40,6 +41,7 @@ class Topology:
 
 TWO_STAGES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 """Schedules under which a rank holds two stages."""
+LORA = PeftConfig(name="lora", r=4, alpha=64.0)
 SPLIT, ULYSSES = {"sequence_parallel": True}, {"context_method": "ulysses"}
 TOPOLOGIES = {
     "tp2": Topology(ParallelDims(tp=2)),
@@ -84,6 +86,9 @@ TOPOLOGIES = {
     "tp2 x pp2, selective checkpointing": Topology(
         ParallelDims(tp=2, pp=2), ("llama", "mixtral"), 2, case={"checkpointing": "selective"}
     ),
+    "tp4, LoRA": Topology(ParallelDims(tp=4), options=SPLIT, case={"peft": LORA}),
+    "tp2 x pp2 x cp2, LoRA": Topology(ParallelDims(tp=2, pp=2, cp=2), micro_batches=2, case={"peft": LORA}),
+    "ep2 x dp_shard2, LoRA": Topology(ParallelDims(ep=2, dp_shard=2), EXPERTS, case={"peft": LORA}),
     "ep2 x tp2 x dp_shard2": Topology(ParallelDims(ep=2, tp=2, dp_shard=2), EXPERTS),
     "ep4 x tp2 x dp_shard2, sequence": Topology(ParallelDims(ep=4, tp=2, dp_shard=2), EXPERTS, options=SPLIT),
     "pp2 x ep2 x dp_shard2": Topology(ParallelDims(pp=2, ep=2, dp_shard=2), EXPERTS, 2),
@@ -138,13 +143,11 @@ def results(name: str, sampled: bool) -> list[list[Any]]:
 
 
 @functools.lru_cache(maxsize=None)
-def oracle(model: str, layers: int, max_norm: float | None, data: str) -> dict[str, Any]:
+def oracle(model: str, layers: int, max_norm: float | None, data: str, adapted: bool = False) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return plain(
-        Case(
-            model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data, seed=SEEDS.get((model, layers), SEED)
-        )
-    )
+    peft = LORA if adapted else PeftConfig()
+    seed = SEEDS.get((model, layers), SEED)
+    return plain(Case(model=model, steps=STEPS, layers=layers, max_norm=max_norm, data=data, peft=peft, seed=seed))
 
 
 CASES = [
@@ -163,7 +166,8 @@ def test_the_topology_is_one_process(name: str, model: str) -> None:
     sampled = is_sampled(name, model)
     outcomes: list[Outcome] = [rank[_models(name, sampled).index(model)] for rank in results(name, sampled)]
     assert not any(isinstance(outcome, str) for outcome in outcomes), outcomes
-    expected = oracle(model, topology.layers, topology.case.get("max_norm"), topology.case.get("data", "packed"))
+    case = topology.case
+    expected = oracle(model, topology.layers, case.get("max_norm"), case.get("data", "packed"), "peft" in case)
     worst, where = worst_error(outcomes, expected)
     AXES_CELLS[name, model] = f"{worst:.3f}" if worst <= 1 else f"FAILED {worst:.2g}"
     assert worst <= 1, where

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.support.learned import LEARNED
 from tests.support.processes import run_processes
@@ -52,6 +53,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "selective checkpointing": {"checkpointing": "selective", "samples": 12, "micro_batches": 3},
     "bf16": {"precision": "bf16"},
     "frozen parameters": {},
+    "LoRA": {"peft": PeftConfig(name="lora", r=4, alpha=64.0)},
     "an unused branch": {"branches": True, "samples": 12, "micro_batches": 3},
 }
 OF_NEXT_TOKENS = ("uneven lengths", "padding", "an unused branch")
@@ -99,7 +101,7 @@ def _all_cases(strategy: str, dims: ParallelDims, keys: list[tuple[str, str]]) -
 
 
 def is_sampled(strategy: str, model: str, feature: str) -> bool:
-    """Whether ``make test`` tries this cell; of one process it tries bf16 of all, which the others are compared with."""
+    """Whether ``make test`` tries this cell; of one process it tries all of bf16, which others are compared with."""
     if strategy == "single" and feature == "bf16":
         return True
     turn = list(STRATEGIES).index(strategy) + list(FEATURES).index(feature)

@@ -19,8 +19,10 @@ import torch.nn.functional as F
 
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, ListedStepBatches, StepBatch
+from mgpu_pipe.models.adapters.lora import add_adapters
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -59,6 +61,7 @@ class Case:
     max_norm: float | None = None
     checkpointing: str = "none"
     freeze: tuple[str, ...] = ()
+    peft: PeftConfig = field(default_factory=PeftConfig)
     branches: bool = False
     objective: Callable[..., Any] | None = None
     """In the place of causal language modelling."""
@@ -176,6 +179,7 @@ def built(case: Case) -> Any:
         with torch.device("meta"):
             model = branched(type(model))(model.config).train()
     freeze_parameters(model, case.freeze)
+    add_adapters(model, case.peft)
     return model
 
 

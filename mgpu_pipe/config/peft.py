@@ -1,0 +1,30 @@
+"""The keys of adapters: small trained parts beside frozen weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class PeftConfig:
+    name: Literal["none", "lora"] = "none"
+    """none trains the model's own weights; lora a low-rank product beside each targeted linear layer."""
+    r: int = field(default=16, metadata={"at_least": 1})
+    """Rank of the product."""
+    alpha: float = 32.0
+    """The product is scaled by alpha / r, or by alpha / sqrt(r) with rslora."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r), which keeps the size of updates equal over ranks (arXiv:2312.03732)."""
+    dropout: float = field(default=0.0, metadata={"at_least": 0.0})
+    """Share of the product's inputs that is dropped in training."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names or patterns of linear layers, such as q_proj or model.layers.0.*; all-linear: all in the blocks, routers
+    left out."""
+    train_also: list[str] = field(default_factory=list)
+    """Patterns of parameter names (*, ?, [...]) that are trained as they are, such as *norm.weight."""
+
+    @property
+    def scale(self) -> float:
+        """What the low-rank product is multiplied by."""
+        return self.alpha / (self.r**0.5 if self.rslora else self.r)

@@ -1,0 +1,89 @@
+"""A run's adapters on their way out: merged into the weights beside them, or as a folder of the peft package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
+from mgpu_pipe.checkpoint.tensor_file import Entry, write_tensor_file
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.models.adapters.lora import ADAPTER_NAMES, adapter_of, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.fields import class_of
+
+if TYPE_CHECKING:
+    from mgpu_pipe.inference.load import StoredModel
+
+PREFIX = "base_model.model."
+"""What peft writes before a model's own names."""
+TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM"}
+
+
+def has_adapters(stored: StoredModel) -> bool:
+    return adapter_of(stored.model).name != "none"
+
+
+def merged(stored: StoredModel) -> StoredModel:
+    """``stored`` without adapters: every low-rank product is added to the weight beside it, in fp32, as it is read.
+
+    ``stored``'s own model is changed.
+    """
+    layers = {
+        f"{name}.weight": (layer.lora_scale, isinstance(layer, Conv1D)) for name, layer in lora_layers(stored.model)
+    }
+    merge_adapters(stored.model)
+
+    def read(name: str, dtype: torch.dtype) -> torch.Tensor:
+        if name not in layers:
+            return stored.read(name, dtype)
+        scale, transposed = layers[name]
+        lower, upper = (stored.read(name.removesuffix("weight") + one, torch.float32) for one in ADAPTER_NAMES)
+        product = (upper @ lower) * scale
+        return (stored.read(name, torch.float32) + (product.t() if transposed else product)).to(dtype)
+
+    return replace(stored, read=read)
+
+
+def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
+    """Write the adapters of ``stored`` into the existing folder ``out`` as peft does: configuration and weights.
+
+    Raises:
+        BadInputError: weights are trained besides that a peft folder has no place for.
+        OSError: it cannot be written.
+    """
+    model, keys = stored.model, adapter_of(stored.model)
+    layers = lora_layers(model)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    modules = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
+    whole = {f"{name}.{one}" for name in modules for one, _ in model.get_submodule(name).named_parameters()}
+    if not whole <= set(trained):
+        missing = sorted(whole - set(trained))[0]
+        raise BadInputError(f"--adapter: peft saves whole modules, and {missing} is not trained; use --merge")
+    config = {
+        "peft_type": "LORA",
+        "task_type": TASKS.get(class_of([type(model).__name__])),
+        "base_model_name_or_path": None if stored.maker is None else str(stored.maker),
+        "r": keys.r,
+        "lora_alpha": keys.alpha,
+        "lora_dropout": keys.dropout,
+        "use_rslora": keys.rslora,
+        "target_modules": [name for name, _ in layers],
+        "fan_in_fan_out": isinstance(layers[0][1], Conv1D),
+        "modules_to_save": modules or None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    stored_type = dtype_name(torch.empty(0, dtype=dtype))
+    entries = [Entry(_name_in_peft(name), stored_type, tuple(value.shape)) for name, value in trained.items()]
+    parts = (part for name in trained for part in host_bytes(stored.read(name, dtype)))
+    write_tensor_file(out / "adapter_model.safetensors", entries, {"format": "pt"}, parts)
+
+
+def _name_in_peft(name: str) -> str:
+    return f"{PREFIX}{name}{'.weight' if is_adapter(name) else ''}"

@@ -1,0 +1,118 @@
+"""LoRA layers. Oracle: the peft package on transformers' own model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.build import build_meta, materialise
+from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
+
+KEYS = PeftConfig(name="lora", r=4, alpha=12.0, rslora=True)
+
+
+def adapted(name: str, keys: PeftConfig = KEYS) -> Any:
+    model = build_meta(MODELS[name])
+    add_adapters(model, keys)
+    model = materialise(model, 3, "cpu").double()
+    generator = torch.Generator().manual_seed(1)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("lora_B"):  # as after some training: zero hides A
+            parameter.data.normal_(generator=generator, std=0.05)
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (3, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=batch(), labels=batch(), use_cache=False).loss
+    return loss
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ours = adapted(name)
+    stock: Any = materialise(build_meta(MODELS[name]), 3, "cpu").double()
+    config = LoraConfig(
+        r=4,
+        lora_alpha=12,
+        use_rslora=True,
+        target_modules=[layer for layer, _ in lora_layers(ours)],
+        fan_in_fan_out=name == "gpt2",
+    )
+    theirs = get_peft_model(stock, config).double()
+    pairs = {}
+    named = dict(theirs.named_parameters())
+    for own_name, parameter in ours.named_parameters():
+        if is_adapter(own_name):
+            pairs[own_name] = named[f"base_model.model.{own_name}.default.weight"]
+            pairs[own_name].data.copy_(parameter.data)
+    assert len(pairs) == 2 * len(lora_layers(ours)) == sum(p.requires_grad for p in ours.parameters())
+    loss, truth = loss_of(ours), loss_of(theirs)
+    loss.backward()
+    truth.backward()
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
+    for own_name, parameter in ours.named_parameters():
+        if own_name in pairs:
+            torch.testing.assert_close(parameter.grad, pairs[own_name].grad, rtol=1e-10, atol=1e-13)
+    merge_adapters(ours)
+    assert not lora_layers(ours)
+    assert {type(module) for module in ours.modules()} == {
+        type(module) for module in build_meta(MODELS[name]).modules()
+    }
+    merged = theirs.merge_and_unload().state_dict()
+    for own_name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.data, merged[own_name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_first_step_starts_from_the_models_own_result() -> None:
+    model = build_meta(MODELS["llama"])
+    add_adapters(model, KEYS)
+    start = materialise(model, 3, "cpu").double()
+    stock = materialise(build_meta(MODELS["llama"]), 3, "cpu").double()
+    torch.testing.assert_close(loss_of(start), loss_of(stock), rtol=0, atol=0)
+    layer = start.model.layers[0].mlp.down_proj
+    limit = layer.in_features**-0.5
+    assert 0.8 * limit < float(layer.lora_A.detach().abs().max()) <= limit
+
+
+def test_routers_experts_and_the_head_are_left_alone() -> None:
+    model = build_meta(MODELS["mixtral"])
+    add_adapters(model, KEYS)
+    names = {name.rpartition(".")[2] for name, _ in lora_layers(model)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_what_is_trained_besides() -> None:
+    model = build_meta(MODELS["llama"])
+    add_adapters(model, PeftConfig(name="lora", r=2, targets=["q_proj", "model.layers.0.mlp.*"], train_also=["*norm*"]))
+    layers = [name for name, _ in lora_layers(model)]
+    assert [name for name in layers if name.endswith("q_proj")] == [
+        f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)
+    ]
+    assert len(layers) == 5
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if not is_adapter(name)} == {n for n, _ in model.named_parameters() if "norm" in n}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"targets": ["q_porj"]}, "peft.targets=q_porj: matches nothing in the model; did you mean q_proj?"),
+        ({"targets": []}, r"peft.targets=\[\]: no linear layer is targeted; use \[all-linear\]"),
+        ({"r": 4096}, "peft.r=4096: model.layers.0.self_attn.q_proj has .* inputs and .* outputs; use at most"),
+        ({"train_also": ["nrom"]}, "peft.train_also=nrom: matches nothing"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        add_adapters(build_meta(MODELS["llama"]), PeftConfig(name="lora", **keys))

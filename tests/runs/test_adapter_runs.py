@@ -1,0 +1,70 @@
+"""A LoRA run as a user meets it: trained under one strategy, continued under another, evaluated and exported.
+
+Oracles: the run of one process; the peft package, which loads the exported adapter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.select import list_steps
+from tests.runs.support import overrides, same
+from tests.support.command import mgpu, run_folder
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def base(cache: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder, as one downloads it."""
+    out = tmp_path_factory.mktemp("base") / "model"
+    mgpu(cache, out.parent, "export", str(alone), "--out", str(out))
+    return out
+
+
+def tuning(corpus: Path, base: Path, *more: str) -> list[str]:
+    adapters = ("model=hf", f"model.path={base}", "peft=lora", "peft.r=4", "optimizer.lr=3e-3", "trainer.max_steps=6")
+    horizon = ("scheduler.total_steps=6", "trainer.val_every_n_steps=3", "checkpoint.every_n_steps=3")
+    return overrides(corpus, *adapters, *horizon, *more)
+
+
+def test_a_run_moves_between_strategies_and_its_adapter_loads_in_peft(
+    cache: Path, corpus: Path, base: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    whole = run_folder(mgpu(cache, tmp_path, *tuning(corpus, base)))
+    moved = tuning(corpus, base, f"run.dir={tmp_path / 'moved'}")
+    mgpu(cache, tmp_path, *moved, "strategy=zero3", "trainer.devices=2", "trainer.max_steps=3")
+    mgpu(cache, tmp_path, *moved, "strategy=tp", "trainer.devices=2", "checkpoint.resume=auto")
+    same(tmp_path / "moved", whole)
+
+    reader = CheckpointReader(list_steps(tmp_path / "moved" / "checkpoints")[0].path)
+    assert all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in reader.names("model"))
+
+    for option in ("--adapter", "--merge"):
+        mgpu(cache, tmp_path, "export", str(tmp_path / "moved"), "--out", str(tmp_path / option), option)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    adapted = PeftModel.from_pretrained(load(base), str(tmp_path / "--adapter")).eval()
+    merged, plain = load(tmp_path / "--merge").eval(), load(base).eval()
+    ids = torch.randint(0, plain.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    logits = [model(input_ids=ids).logits for model in (adapted, merged, plain)]
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
+    assert float((logits[0] - logits[2]).abs().max()) > 1e-3, "nothing was learned"
+    reached = [float(mgpu(cache, tmp_path, "eval", str(run)).split()[1]) for run in (whole, tmp_path / "moved")]
+    assert abs(reached[0] / reached[1] - 1) < 1e-5
+
+
+def test_what_does_not_go_together_is_refused(cache: Path, alone: Path, tmp_path: Path) -> None:
+    refused = mgpu(cache, tmp_path, "export", str(alone), "--out", str(tmp_path / "out"), "--merge", code=2)
+    assert "--merge: " in refused and "has no adapters; leave the option out" in refused
+    said = mgpu(cache, tmp_path, "check", "peft=lora", "peft.dropout=0.1", "strategy=tp", "trainer.devices=2", code=2)
+    assert "peft.dropout=0.1: tensor-parallel ranks would have to drop the same inputs; use peft.dropout=0" in said
+    said = mgpu(cache, tmp_path, "check", "peft=lora", "peft.targets=[q_prj]", code=2)
+    assert "peft.targets=q_prj: matches nothing in the model; did you mean q_proj?" in said
