@@ -24,8 +24,10 @@ from tests.support.program import run_program
 
 PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
 WITH_COMMANDS = [page for page in PAGES if any(b.commands or b.shown for b in blocks(REPOSITORY / page))]
-LONG = ("docs/tasks/strategies.md",)
-"""Pages whose commands the matrices of strategies try too."""
+LONG = tuple(
+    f"docs/{page}.md" for page in ("tasks/strategies", "tasks/python", "tasks/nodes", "reference/checkpoint_format")
+)
+"""Pages whose commands other tests try in their like; ``make test-all`` runs them."""
 
 
 def keys(properties: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

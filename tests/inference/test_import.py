@@ -171,7 +171,7 @@ def _save_zero(folder: str, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_a_deepspeed_folder_is_converted_only_on_trust(
     stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

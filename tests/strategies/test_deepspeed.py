@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from tests.strategies.test_mesh import STEPS, adamw, oracle, relative, whole
 from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.processes import run_processes
+from tests.support.sampling import sampled
 from tests.support.tiny import MODELS, step_batch
 
 pytestmark = pytest.mark.slow
@@ -182,9 +184,17 @@ def check(model_name: str, results: list[dict[str, Any]], max_norm: float | None
     assert relative(whole(weights), whole(expected["weights"])) < 1e-5
 
 
-@pytest.mark.parametrize("model_name", ["llama", "gpt2", "qwen3", "mixtral"])
-@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(2, 2), (4, 1)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
+CELLS = list(product((1, 2, 3), FAMILIES, (2, 4), (2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "model_name", "world_size", "micro_batch_size"),
+    sampled(
+        [cell for cell in CELLS if cell[2] * cell[3] == 4],
+        lambda stage, model, world, micro: (stage + FAMILIES.index(model) + world // 2) % 3 == 0,
+    ),
+)
 def test_zero_is_the_plain_loop(stage: int, model_name: str, world_size: int, micro_batch_size: int) -> None:
     check(model_name, run_processes(world_size, trained, model_name, stage, micro_batch_size))
 
