@@ -221,7 +221,7 @@ def test_other_programs_values_lead_to_those_that_there_are(
         ("mgpu-pipe nonsense.", set()),
         ("mgpu-pipe check --bogus strategy=s", set()),
         ("mgpu-pipe verify --multi", {"--multirun"}),
-        ("mgpu-pipe export --m", {"--max-shard-size"}),
+        ("mgpu-pipe export --m", {"--max-shard-size", "--merge"}),
         ("mgpu-pipe ls opt", {"optimizer"}),
         ("mgpu-pipe checkpoints c", {"check", "compare"}),
         ("mgpu-pipe eval data.tok", {"data.tokenizer=", "data.tokenize_workers="}),

@@ -5,18 +5,20 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from mgpu_pipe.config import schema
-from mgpu_pipe.config.sections import SECTIONS
+from mgpu_pipe.config.sections import SECTIONS, hints
 
 
 @functools.lru_cache(maxsize=None)
 def field_documentation() -> dict[tuple[str, str], str]:
     """``(class name, field name)`` to the one line of documentation below that field."""
+    sections = [hint for hint in hints(schema.RunConfig).values() if is_dataclass(hint)]
     classes: list[type] = [
         schema.RunConfig,
-        schema.PeftConfig,
+        *sections,
         *(keys for section in SECTIONS.values() for keys in section.all_keys().values()),
     ]
     files = dict.fromkeys(map(inspect.getfile, classes))
