@@ -15,7 +15,7 @@ from mgpu_pipe.config.sections import SECTIONS, hints
 @functools.lru_cache(maxsize=None)
 def field_documentation() -> dict[tuple[str, str], str]:
     """``(class name, field name)`` to the one line of documentation below that field."""
-    sections = [hint for hint in hints(schema.RunConfig).values() if is_dataclass(hint)]
+    sections = [hint for hint in hints(schema.RunConfig).values() if isinstance(hint, type) and is_dataclass(hint)]
     classes: list[type] = [
         schema.RunConfig,
         *sections,

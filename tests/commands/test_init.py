@@ -42,7 +42,10 @@ def test_it_is_whole_and_can_be_checked_at_once(
     assert cli.main(["check", "experiment=first"]) == 0
     assert "own conf    experiment=first (./conf)" in capsys.readouterr().out
     assert cli.main(["ls", "experiment"]) == 0
-    assert "learns to add, from this project's own data source (pip install --editable .). (./conf)" in capsys.readouterr().out
+    assert (
+        "learns to add, from this project's own data source (pip install --editable .). (./conf)"
+        in capsys.readouterr().out
+    )
     assert cli.main(["check", "experiment=sums"]) == 2  # its source is not installed here
     assert "sums" in capsys.readouterr().err
 

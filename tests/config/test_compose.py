@@ -42,6 +42,7 @@ def test_every_schema_key_can_be_set_without_a_plus():
     sections = {
         "model.config",
         "optimizer.options",
+        "sweep.space",
         "logger",
         "callbacks",
         "data.paths",
