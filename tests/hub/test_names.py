@@ -5,6 +5,7 @@ Oracle of a run: the same one from local folders. What is asked of the server is
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,34 @@ def test_half_of_the_weights_stops_the_start_and_the_next_one_fetches_them(place
     assert "HF_HUB_OFFLINE is set, and the cache" in offline and "does not hold it whole" in offline
     place.hub.cut = None
     assert "finished" in place.run(*words)
+
+
+@pytest.mark.parametrize("path", ["acme/tiny", None])
+def test_check_needs_no_torch_and_the_library_for_names_alone(place: Place, path: str | None) -> None:
+    model = ["model=llama_tiny"] if path is None else ["model=hf", f"model.path={path}"]
+    code = (
+        f"import sys; from mgpu_pipe.cli import main; code = main({['check', *model, 'data=synthetic', *TINY]!r});"
+        f"sys.exit(code or 'torch' in sys.modules or ('huggingface_hub' in sys.modules) != {path is not None})"
+    )
+    asked = {**environment(place.cache), **place.hub.environment(place.root / "hf")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=place.root, env=asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_are_left_out_are_those_of_the_name(place: Place) -> None:
+    frozen = ("model.freeze=[model.layers.*.mlp.*]", "checkpoint.frozen_weights=leave_out")
+    words = ("model=hf", "model.path=acme/tiny", "data=synthetic", *RUN, *frozen, "run.dir=left")
+    place.run(*words)
+    commit = place.hub.model("acme/tiny").refs["main"]
+    state = json.loads((place.root / "left" / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert state["left_out"]["folder"] == f"acme/tiny@{commit}"
+    other = Place(place.hub, place.root / "other", place.cache)  # a machine that has nothing of it yet
+    other.root.mkdir()
+    assert "exported" in other.run("export", str(place.root / "left"), "--out", "out")
+    shutil.rmtree(other.root / "hf")
+    gone = other.refused("export", str(place.root / "left"), "--out", "two", offline=True)
+    assert f"acme/tiny@{commit} is gone; give a copy by --frozen-weights" in gone
 
 
 def test_a_folder_of_the_name_wins_and_is_told(place: Place, model: Path) -> None:
