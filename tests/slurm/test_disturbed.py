@@ -110,14 +110,14 @@ def assert_equal(folder: Path, undisturbed: Path) -> None:
         assert column(folder, name) == column(undisturbed, name)
 
 
-def test_preempted_and_killed_it_goes_on_by_itself(
-    cluster: Cluster, cache: Path, undisturbed: Path, shared: Path
-) -> None:
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_preempted_and_killed_it_goes_on_by_itself(cluster: Cluster, cache: Path, shared: Path, devices: int) -> None:
+    here = ("launch=local", "trainer.num_nodes=1", f"trainer.devices={2 * devices}", "run.name=here")
     try:
-        _, folder = disturbed(cluster, cache, shared, [(5, preempt), (14, kill_node)])
+        _, folder = disturbed(cluster, cache, shared, [(5, preempt), (14, kill_node)], f"trainer.devices={devices}")
     finally:
         revive(cluster)
-    assert_equal(folder, undisturbed)
+    assert_equal(folder, run_folder(mgpu(cache, shared, *WORDS, *here)))
     summary = json.loads((folder / "summary.json").read_text())
     first, second, third = summary["attempts"]
     assert summary["status"] == third["status"] == "finished" and third["step"] == STEPS
