@@ -107,6 +107,12 @@ def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
                 yield key, name
 
 
+def names_files(config: RunConfig) -> bool:
+    """Whether a key names a model, a tokenizer or data, which may be here or on the Hub."""
+    data = config.data
+    return config.model.path is not None or data.tokenizer != "auto" or bool(data.paths or data.validation_paths)
+
+
 def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:
     """``config`` with other texts in the place of these names."""
     model, data = config.model, config.data

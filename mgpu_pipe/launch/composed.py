@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.paths import working_directory
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
@@ -161,11 +162,14 @@ def notices_of(composition: Composition) -> list[Notice]:
     """
     from mgpu_pipe.checks.notices import Notice
     from mgpu_pipe.checks.preflight import preflight, preflight_errors
-    from mgpu_pipe.runs.hub_names import pin
 
     alone = [*composition.flags, *composition.overrides]
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
+    if not names_files(composition.config):
+        return preflight(composition.config, alone)
+    from mgpu_pipe.runs.hub_names import pin
+
     pinned = pin(composition.config)
     composition.config = pinned.config
     if pinned.errors:

@@ -90,6 +90,9 @@ def hand_over(config: RunConfig, asked: Asked, *, dry_run: bool) -> None:
     Raises:
         BadInputError: as :func:`submit`.
     """
+    if config.trainer.accelerator == "auto" and not _asked_gpus(config):
+        fix = "where the nodes have GPUs, give trainer.accelerator=cuda"
+        print(f"note: trainer.accelerator=auto: the job asks for no GPUs; {fix}", file=sys.stderr)
     if dry_run:
         run = config.run
         folder = Path(run.dir or f"{run.root}/{run.name}/<date>_<time>-<hash>").expanduser().absolute()

@@ -102,6 +102,14 @@ def test_no_gpus_are_asked_for_on_cpu_and_as_many_as_workers_on_cuda() -> None:
     assert options(script("trainer.accelerator=cuda"))["gpus-per-node"] == "2"
 
 
+def test_who_does_not_say_where_it_computes_is_told_that_no_gpus_are_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, told in (((), True), (("trainer.accelerator=cpu",), False), (("launch.gpus=2",), False)):
+        slurm.hand_over(configured(*words), Asked([], []), dry_run=True)
+        assert ("the job asks for no GPUs" in capsys.readouterr().err) == told, words
+
+
 def test_set_up_lines_and_the_folder_reach_the_shell_as_they_are(tmp_path: Path) -> None:
     """Run by bash, with a stand-in for srun that shows its words."""
     folder = tmp_path / HARD.strip("/")
@@ -165,7 +173,7 @@ def test_submit_wants_a_scheduler_and_one_run() -> None:
     words = ["model=llama_tiny", "trainer.max_steps=1"]
     with pytest.raises(ConfigError, match=r"launch.type=local: .*; use launch=slurm or launch=torchrun"):
         submit(words)
-    with pytest.raises(BadInputError, match=r"submits one run; a sweep is mgpu-pipe -m hydra/launcher=slurm"):
+    with pytest.raises(BadInputError, match=r"submits one run; give each point of a sweep a line of its own"):
         submit([*words, "launch=slurm", "-m", "seed=1,2"])
 
 
