@@ -31,7 +31,6 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from mgpu_pipe.inference.adapters import has_adapters
     from mgpu_pipe.inference.export import check_target, export_folder
 
     folder, out = folder_of(arguments), arguments.out.expanduser()
@@ -42,6 +41,8 @@ def _export(arguments: argparse.Namespace) -> None:
         raise BadInputError("--push: takes whole models; use --merge in the place of --adapter")
     target = None if arguments.push is None else push_target(arguments.push)
     quiet()
+    from mgpu_pipe.inference.adapters import has_adapters
+
     run = open_model(folder, arguments.frozen_weights)
     option = "--adapter" if arguments.adapter else "--merge" if arguments.merge else None
     if option is not None and not has_adapters(run):

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.data.samples import Prepared
 
-OFFER, PREPARED, CONCLUDED = "offer", "prepared", "concluded"
+OFFER, PREPARED, CONCLUDED, HEARD = "offer", "prepared", "concluded", "heard"
+LEAVING_S = 10.0
+"""Seconds in which the others have to hear of the end."""
 LOOK_S = 0.02
 """Between two looks at the store."""
 
@@ -82,16 +84,19 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
             outcome = Outcome(status, EXIT_OK, shared.attempt)
             finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
             store.set(CONCLUDED, "")
+            others = [f"{HEARD}/{rank}" for rank in range(1, world.world_size)]
+            wait_for(store, others, timeout=LEAVING_S)  # the store is this process's own, and leaves with it
         else:
-            _await_conclusion(store)
+            _await_conclusion(store, world.rank)
     told = status == "stopped" and world.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
     return LaunchResult(status, EXIT_STOPPED if told else EXIT_OK, paths.root)
 
 
-def _await_conclusion(store: Store) -> None:
+def _await_conclusion(store: Store, rank: int) -> None:
     """Return when rank 0 has written the run's end, so that a script on any rank reads a finished run."""
     try:
         wait_for(store, [CONCLUDED])
+        store.set(f"{HEARD}/{rank}", "")
     except RuntimeError:  # the store is rank 0's own, and left with it: it has concluded, or has said why not
         return
 

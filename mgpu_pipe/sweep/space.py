@@ -50,9 +50,9 @@ class Parameter:
             return generator.choice(self.values)
         if self.whole and not self.log:
             return str(generator.randint(int(self.low), int(self.high)))
-        low, high = (math.log(end) if self.log else end for end in (self.low, self.high))
-        number = generator.uniform(low, high)
-        return self.text(math.exp(number) if self.log else number)
+        if self.log:
+            return self.text(self.low * (self.high / self.low) ** generator.random())
+        return self.text(generator.uniform(self.low, self.high))
 
     def text(self, number: float) -> str:
         """A number of the range, as overrides write it."""

@@ -53,10 +53,14 @@ def until(happened: Callable[[], bool], seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+TIMED = ("throughput", "memory", "time")
+"""Metrics that are not the same twice."""
+
+
 def losses(store: Store) -> dict[int, dict[str, float]]:
-    """The metrics of every point that do not depend on time."""
+    """The metrics of every point that depend on its mathematics alone."""
     return {
-        point.number: {name: value for name, value in point.metrics.items() if not name.startswith("throughput")}
+        point.number: {name: value for name, value in point.metrics.items() if not name.startswith(TIMED)}
         for point in store.points()
     }
 
