@@ -19,14 +19,6 @@ from tests.support.command import mgpu, run_folder
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def base(cache: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder, as one downloads it."""
-    out = tmp_path_factory.mktemp("base") / "model"
-    mgpu(cache, out.parent, "export", str(alone), "--out", str(out))
-    return out
-
-
 def tuning(corpus: Path, base: Path, *more: str) -> list[str]:
     adapters = ("model=hf", f"model.path={base}", "peft=lora", "peft.r=4", "optimizer.lr=3e-3", "trainer.max_steps=6")
     horizon = ("scheduler.total_steps=6", "trainer.val_every_n_steps=3", "checkpoint.every_n_steps=3")

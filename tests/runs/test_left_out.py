@@ -21,14 +21,6 @@ pytestmark = pytest.mark.slow
 FROZEN = "model.layers.*.mlp.*"
 
 
-@pytest.fixture(scope="module")
-def base(cache: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder, as one downloads it."""
-    out = tmp_path_factory.mktemp("base") / "model"
-    mgpu(cache, out.parent, "export", str(alone), "--out", str(out))
-    return out
-
-
 def _tuning(corpus: Path, base: Path, *more: str) -> list[str]:
     settings = ("model=hf", f"model.path={base}", f"model.freeze=[{FROZEN}]", "trainer.max_steps=6")
     horizon = ("scheduler.total_steps=6", "trainer.val_every_n_steps=3", "checkpoint.every_n_steps=3")
