@@ -53,6 +53,10 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     record = recorded(asked, words)
     if not asked.plain:
         return _by_hydra(parsed, create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record))
+    for word in words:
+        if word.lstrip("+~").startswith("hydra.sweep."):
+            where = "the sweep's folder is <run.root>/sweeps/<sweep.name>"
+            print(f"note: {one_line(word)}: does nothing here: {where}", file=sys.stderr)
     root, name = Path(asked.config.run.root).expanduser(), asked.config.sweep.name
     if record["search"] != "grid":
         tried = ends(from_record(record["space"]))  # type: ignore[arg-type]

@@ -135,6 +135,11 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "torn.csv"]
 
 
+def test_a_folder_of_hydras_is_told_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", "optimizer.lr=-1,-2", "hydra.sweep.dir=there", f"run.root={tmp_path}"]) == 2
+    assert "note: hydra.sweep.dir=there: does nothing here: the sweep's folder is <run.root>" in capsys.readouterr().err
+
+
 def test_the_verb_tells_what_it_does_not_understand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, fix in (
         (["list", "mine"], "takes no name"),
