@@ -81,7 +81,7 @@ def data_name(text: str, key: str = "data.paths") -> HubName | None:
     """The files of a data set that ``text`` names; None for a path.
 
     Raises:
-        ConfigError: it begins like such a name, and is none.
+        ConfigError: it begins like such a name, but is not one.
     """
     if not text.startswith(DATA):
         return None

@@ -90,7 +90,7 @@ def _base(config: RunConfig) -> HubName | None:
 
 
 def _datasets(config: RunConfig) -> list[HubName]:
-    """The data sets that were trained on; a name that is none was never read."""
+    """The data sets on the Hub that were trained on, each at its commit; local files are left out."""
     names = [data_name(path) for path in config.data.paths]
     return [name for name in names if name is not None and name.commit]
 

@@ -30,7 +30,7 @@ def push_target(text: str) -> HubName:
 
 
 def push_folder(folder: Path, name: HubName, private: bool, message: str) -> str:
-    """Make the repository where there is none, and put ``folder`` there as one commit; returns the commit's address.
+    """Upload ``folder`` as one commit, to a repository that is created if it does not exist; the commit's address.
 
     Args:
         private: of a repository that is made now; one that is there stays as it is.

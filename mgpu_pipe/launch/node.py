@@ -154,7 +154,7 @@ def _watch(
 
 
 def _watched(store: Store, node: int, lock: RunLock | None) -> Callable[[], str]:
-    """Gives the reason why this node's workers must end at once; empty while there is none."""
+    """The reason why this node's workers must end at once, or an empty text."""
 
     def reason() -> str:
         try:

@@ -1,6 +1,6 @@
 """What a search tries next, from what the sweep's store holds: drawn at random, or asked of Optuna's samplers.
 
-Nothing is kept but the sweep's store: each time, the trials so far are told to the sampler anew. So a search survives
+Nothing is kept but the sweep's store: the sampler hears of all earlier trials each time. So a search survives
 whatever its processes do not, and several of them search together. A trial is drawn from the sweep's seed and its own
 place, not from how many processes there are.
 """
