@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.launch.node_check import BAD_NODES
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script, gpus_per_node
+from mgpu_pipe.launch.slurm_submitted import job_of, keep_job, log_of, said
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
 from mgpu_pipe.runs.continue_line import Asked
@@ -27,8 +25,6 @@ from mgpu_pipe.runs.lock import RunLock
 
 SCRIPT = "job.sh"
 """The batch script, in the run's folder: ``sbatch`` of it queues the run again."""
-JOB = "slurm.json"
-"""In the run's folder: the job that the run was submitted as."""
 REFUSED = {
     "partition": ("launch.partition", "use one of those that sinfo lists"),
     "account": ("launch.account", "ask the cluster's people which account is yours"),
@@ -99,7 +95,7 @@ def hand_over(config: RunConfig, asked: Asked, *, dry_run: bool) -> None:
         print(batch_script(config, folder, run.name, asked.command), end="")
         return
     done = submit(config, asked)
-    log, script = done.folder / "logs" / f"slurm-{done.job}.log", done.folder / SCRIPT
+    log, script = log_of(done.folder, done.job), done.folder / SCRIPT
     for what, words in (
         ("follow", ["tail", "-F", log]),
         ("cancel", ["scancel", done.job]),
@@ -143,7 +139,7 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
         except BadInputError:
             folder.discard()
             raise
-        replace_file(paths.root / JOB, json.dumps({"job": job, "submitted": time.time()}) + "\n")
+        keep_job(paths.root, job)
     return Submitted(job, paths.root)
 
 
@@ -178,15 +174,14 @@ def sbatch(config: RunConfig, script: Path) -> str:
     )
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
-    lines = [line.partition("error: ")[2] or line for line in done.stderr.strip().splitlines()]
-    said = " ".join(lines) or f"exit code {done.returncode}"
+    reason = said(done)
     for word, (key, fix) in REFUSED.items():
-        if word in said.lower():
+        if word in reason.lower():
             section, name = key.split(".")
             value = getattr(getattr(config, section), name)
-            raise ConfigError(key, _asked_gpus(config) if key == "launch.gpus" else value, fix, f"SLURM says: {said}")
+            raise ConfigError(key, _asked_gpus(config) if key == "launch.gpus" else value, fix, f"SLURM says: {reason}")
     raise BadInputError(
-        f"sbatch: {said}; nothing was submitted (the script is read by: mgpu-pipe submit --dry-run ...)"
+        f"sbatch: {reason}; nothing was submitted (the script is read by: mgpu-pipe submit --dry-run ...)"
     )
 
 
@@ -196,14 +191,6 @@ KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_EXIT_ERROR")
 def _asked_gpus(config: RunConfig) -> int:
     assert isinstance(config.launch, SlurmConfig)
     return gpus_per_node(config, config.launch)
-
-
-def job_of(folder: Path) -> str:
-    """The number of the job that a run was submitted as last; empty where it never was."""
-    try:
-        return str(json.loads((folder / JOB).read_text(encoding="utf-8"))["job"])
-    except (OSError, ValueError, KeyError):
-        return ""
 
 
 def _refuse_queued(paths: RunPaths) -> None:

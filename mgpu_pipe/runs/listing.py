@@ -25,7 +25,7 @@ from mgpu_pipe.runs.lock import RunLock, is_held
 from mgpu_pipe.runs.newest import RUN, is_run_folder, recorded, run_folders
 from mgpu_pipe.runs.summary import read_summary
 
-LOSS, RATE = "train/loss", "throughput/tokens_per_s"
+LOSS, RATE, STEP_S = "train/loss", "throughput/tokens_per_s", "throughput/step_s"
 TAIL_BYTES = 8192
 """Of a metrics file, in which its last row lies."""
 GOING = ".deleting"
@@ -43,7 +43,9 @@ class Listed:
         loss: training loss of the last step.
         tokens_per_s: of the whole run, where its summary tells, else of its last logged step.
         begun: when it was first launched, in seconds since the epoch; 0 where that is not known.
-        nbytes: bytes of all its files.
+        nbytes: bytes of all its files; 0 where they were not counted.
+        max_steps: steps that it was asked for; 0 where its length is given in epochs.
+        step_s: seconds of the last logged step.
     """
 
     folder: Path
@@ -56,6 +58,8 @@ class Listed:
     begun: float
     nbytes: int
     tags: tuple[str, ...]
+    max_steps: int
+    step_s: float
 
 
 def list_runs(root: Path) -> list[Listed]:
@@ -63,18 +67,18 @@ def list_runs(root: Path) -> list[Listed]:
     return sorted(map(listed, run_folders(root)), key=lambda run: (run.begun, run.folder.name), reverse=True)
 
 
-def listed(folder: Path) -> Listed:
-    """One run."""
+def listed(folder: Path, *, sized: bool = True) -> Listed:
+    """One run; ``sized``: the bytes of its files counted, which takes most of the time."""
     paths = RunPaths(folder)
     environment, summary = recorded(folder), _summary(paths)
     own = environment.get(RUN)
     said: Mapping[str, Any] = own if isinstance(own, Mapping) else _of_config(paths)
     metrics = summary.get("metrics")
     figures: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
-    if not {LOSS, RATE} <= figures.keys() or not isinstance(summary.get("step"), int):
+    if not {LOSS, RATE, STEP_S} <= figures.keys() or not isinstance(summary.get("step"), int):
         figures = {**_last_row(paths.metrics), **figures}
     step = summary.get("step", figures.get("step"))
-    created, tags = environment.get("created"), said.get("tags")
+    created, tags, steps = environment.get("created"), said.get("tags"), said.get("max_steps")
     return Listed(
         folder,
         str(said.get("name") or folder.parent.name),
@@ -84,8 +88,10 @@ def listed(folder: Path) -> Listed:
         _number(figures.get(RATE)),
         str(summary.get("strategy") or said.get("strategy") or ""),
         float(created) if isinstance(created, int | float) else 0.0,
-        _size(folder),
+        _size(folder) if sized else 0,
         tuple(map(str, tags)) if isinstance(tags, list) else (),
+        steps if isinstance(steps, int) else 0,
+        _number(figures.get(STEP_S)),
     )
 
 
@@ -121,9 +127,9 @@ def _of_config(paths: RunPaths) -> dict[str, Any]:
         config = parse_yaml(read_bytes(paths.config, MAX_CONFIG_BYTES))
     except (OSError, NotPlainError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    sections = [config.get(name) if isinstance(config, dict) else None for name in ("run", "strategy")]
-    run, strategy = (section if isinstance(section, dict) else {} for section in sections)
-    return {**run, "strategy": strategy.get("name")}
+    sections = [config.get(name) if isinstance(config, dict) else None for name in ("run", "strategy", "trainer")]
+    run, strategy, trainer = (section if isinstance(section, dict) else {} for section in sections)
+    return {**run, "strategy": strategy.get("name"), "max_steps": trainer.get("max_steps")}
 
 
 def _last_row(path: Path) -> dict[str, float]:

@@ -22,7 +22,7 @@ DEPTH = 4
 STARTS_FROM = "starts_from"
 """Entry of ``environment.json``: the run or step folder that ``checkpoint.resume`` named when the run was begun."""
 RUN = "run"
-"""Entry of ``environment.json``: the run's name, strategy and tags, for those who look at many runs."""
+"""Entry of ``environment.json``: the run's name, strategy, tags and steps, for those who look at many runs."""
 NO_RUNS = ("manifest.json", "configured.yaml")
 """What lies in a checkpoint's step and in a verification, which have a configuration too."""
 

@@ -98,7 +98,8 @@ def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
 
 def _record_environment(paths: RunPaths, config: RunConfig, environment: Mapping[str, object]) -> None:
     created = begun(paths.root) or _later_than_others(paths, float(str(environment["started"])), config)
-    run = {"name": config.run.name, "strategy": config.strategy.name, "tags": config.run.tags}
+    told = {"strategy": config.strategy.name, "tags": config.run.tags, "max_steps": config.trainer.max_steps}
+    run = {"name": config.run.name, **told}
     write_environment(paths.environment, {**environment, "created": created, RUN: run})
 
 
