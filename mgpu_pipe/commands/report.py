@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from mgpu_pipe.commands import Verb
@@ -71,14 +70,11 @@ def _watch(runs: list[RunPaths], port: int, out: Path | None) -> int:
     if out is not None:
         raise BadInputError(f"--out {out}: --watch writes no file; leave out one of them")
     from mgpu_pipe.report.run_view import load_run
-    from mgpu_pipe.report.watch import ReportServer
+    from mgpu_pipe.report.watch import pages_of, serve
 
     for run in runs:
         load_run(run)
-    with ReportServer(runs, port) as server:
-        print(f"report: {server.address} (Ctrl-C ends it)", flush=True)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
+    serve(pages_of(runs), port)
     return EXIT_OK
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,14 +12,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mgpu_pipe.commands import Verb
-from mgpu_pipe.config.arguments import VerbParser, parse, positive_int
+from mgpu_pipe.commands.report import PORT
+from mgpu_pipe.config.arguments import VerbParser, count, parse, positive_int
 from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.rows import print_columns, print_rows
 from mgpu_pipe.runs.lock import boot_id
 from mgpu_pipe.runs.newest import ROOT_KEY, split_root
-from mgpu_pipe.sweep.best import Trial, pareto, ranked
+from mgpu_pipe.sweep.best import Trial, pareto, ranked, repeat_line
 from mgpu_pipe.sweep.point import CANCELLED, ENDED_BADLY, FINISHED, GOES_ON, RUNNING, WAITING, Point
 from mgpu_pipe.sweep.store import Store, find, stores
 
@@ -59,18 +58,23 @@ def sweeps(words: list[str]) -> int:
         raise BadInputError(f"mgpu-pipe sweeps {action}: name a sweep; see mgpu-pipe sweeps list")
     if more and action not in ("extend", "retry"):
         raise BadInputError(f"mgpu-pipe sweeps {action} {name}: {more[0]} is not understood")
+    if arguments.watch and action != "report":
+        raise BadInputError(f"--watch: goes with report, not with {action}")
+    if arguments.port is not None and not arguments.watch:
+        raise BadInputError(f"--port {arguments.port}: is for report --watch; add it, or leave the port out")
     if arguments.json and action != "show":
         raise BadInputError(f"--json: goes with list and show, not with {action}")
     store = find(root, name)
     if action == "show":
         return _show(store, arguments.json)
+    if action == "report":
+        return _report(store, arguments.watch, PORT if arguments.port is None else arguments.port)
     doing: dict[str, Callable[[Store, list[str]], int]] = {
         "resume": _resume,
         "extend": _extend,
         "cancel": _cancel,
         "retry": _retry,
         "best": _best,
-        "report": _report,
     }
     return doing[action](store, more)
 
@@ -91,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("action", choices=list(ACTIONS), metavar="ACTION", help="what to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the sweep's")
     parser.add_argument("more", nargs="*", metavar="NUMBER|OVERRIDE", help="points to retry; values to extend by")
+    parser.add_argument("--watch", action="store_true", help="serve the page here, refreshed, until Ctrl-C (report)")
+    parser.add_argument("--port", type=count, metavar="N", help=f"port of --watch; 0: a free one (default: {PORT})")
     parser.add_argument("--json", action="store_true", help="as JSON, every figure whole (list, show)")
     return parser
 
@@ -137,7 +143,7 @@ def _show(store: Store, as_json: bool) -> int:
     print_rows(
         [
             ("folder", str(store.folder)),
-            ("command", shlex.join(["mgpu-pipe", *store.asked["words"]])),
+            ("command", repeat_line(store)),
             ("ranked by", "; ".join(f"{one}, {way} is better" for one, way in zip(metrics, ways, strict=True))),
         ],
         store.name,
@@ -228,14 +234,14 @@ def _best(store: Store, more: list[str]) -> int:
     return EXIT_OK
 
 
-def _report(store: Store, more: list[str]) -> int:
-    from mgpu_pipe.config.paths import COMPARISON, RunPaths
-    from mgpu_pipe.report.html import write_report
+def _report(store: Store, watch: bool, port: int) -> int:
+    from mgpu_pipe.report.watch import serve
+    from mgpu_pipe.sweep.page import SweepPage, write_sweep_page
 
-    folders = [RunPaths(Path(point.folder)) for point in store.points() if point.folder]
-    if not folders:
-        raise BadInputError(f"mgpu-pipe sweeps report {store.name}: no run was begun yet")
-    print(write_report(folders, store.folder / COMPARISON))
+    if watch:
+        serve(SweepPage(store).find, port)
+    else:
+        print(write_sweep_page(store))
     return EXIT_OK
 
 
@@ -252,20 +258,13 @@ def _say_best(store: Store, points: Sequence[Point]) -> bool:
             print(f"  run {point.number}: {reached}: {' '.join(point.overrides)}")
         return bool(front)
     best, alike = trials[0], [trial for trial in trials if trial.alike]
-    words = [*store.asked["flags"], *store.asked["fixed"], *best.first.overrides]
-    rows = [("best", f"run {best.first.number}: {_figure(store, best)}")]
+    rows = [("best", f"run {best.first.number}: {store.asked['metrics'][0]} {best.told()}")]
     if alike:
-        named = ", ".join(f"{trial.first.number} ({_figure(store, trial)})" for trial in alike[:5])
+        named = ", ".join(f"{trial.first.number} ({trial.told()})" for trial in alike[:5])
         rows.append(("no worse", f"within the noise of the seeds: {named}"))
     print_rows(rows)
-    print(f"repeat it: {shlex.join(['mgpu-pipe', *words])}")
+    print(f"repeat it: {repeat_line(store, best.first)}")
     return True
-
-
-def _figure(store: Store, trial: Trial) -> str:
-    several = len(trial.points) > 1 and not math.isnan(trial.error)
-    noise = f" ± {numbers.figure(trial.error, 2)} over {len(trial.points)} seeds" if several else ""
-    return f"{store.asked['metrics'][0]} {numbers.figure(trial.mean, 5)}{noise}"
 
 
 def _ranked(store: Store, points: Sequence[Point]) -> list[Trial]:

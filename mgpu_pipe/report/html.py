@@ -40,7 +40,15 @@ def write_report(runs: list[RunPaths], out: Path) -> Path:
     Raises:
         RunFolderError: a folder is not a run's, or ``out`` cannot be written.
     """
-    text = render([load_run(run) for run in runs], [_link(run.report, out) for run in runs])
+    return write_page(render([load_run(run) for run in runs], [link(run.report, out) for run in runs]), out)
+
+
+def write_page(text: str, out: Path) -> Path:
+    """Write a page to ``out``; replaces a file there at once.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
     try:
         replace_file(out, text)
     except OSError as error:
@@ -59,14 +67,9 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
     heading = single.name if single else f"Comparison of {len(views)} runs"
     drawn = charts(views)
     logs = read_logs(single.paths, single.failed_rank, single.problems) if single else None
-    style, script = _read("uPlot.min.css", "style.css"), _read("uPlot.iife.min.js", "charts.js")
-    # the library's licence asks to be part of every copy
-    script = f"/*! uPlot\n{_read('uPlot-LICENSE.txt')}*/\n{script}"
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    template = Environment(
-        loader=PackageLoader("mgpu_pipe.report", "static"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    ).get_template("page.html")
-    return template.render(
+    return document(
+        "page.html",
+        ["charts.js"],
         title=f"{heading} · {single.folder_name}" if single else heading,
         heading=heading,
         status=single.status if single else "",
@@ -89,16 +92,25 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
             for view in views
             if view.config_text
         ],
-        # nothing of a run is ever marked as safe: only this package's own style and script
-        style=Markup(style),
-        script=Markup(script),
-        script_hash=Markup(f"sha256-{digest}"),
         watched=watched,
         footer=f"Written by mgpu_pipe {__version__} from {', '.join(str(view.paths.root) for view in views)}",
     )
 
 
-def _link(report: Path, out: Path) -> str:
+def document(template: str, scripts: Sequence[str], **values: object) -> str:
+    """A page from one of this package's templates, with the package's style and these scripts in it."""
+    style, script = _read("uPlot.min.css", "style.css"), _read("uPlot.iife.min.js", *scripts)
+    # the library's licence asks to be part of every copy
+    script = f"/*! uPlot\n{_read('uPlot-LICENSE.txt')}*/\n{script}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    loader = PackageLoader("mgpu_pipe.report", "static")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    # nothing of a run is ever marked as safe: only this package's own style and script
+    own = {"style": Markup(style), "script": Markup(script), "script_hash": Markup(f"sha256-{digest}")}
+    return pages.get_template(template).render(**own, **values)
+
+
+def link(report: Path, out: Path) -> str:
     """The way to a run's report from a page beside it, if it has one; no folder's name can be taken for a scheme."""
     return "./" + quote(os.path.relpath(report.absolute(), out.absolute().parent)) if report.is_file() else ""
 

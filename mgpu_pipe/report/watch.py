@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Protocol
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import BadInputError, MgpuError
@@ -24,8 +26,40 @@ HOST = "127.0.0.1"
 NAMES = {HOST, "localhost"}
 
 
+class Served(Protocol):
+    """A page that changes with the files that it is made from."""
+
+    def tag(self) -> str:
+        """Changes whenever one of them does."""
+
+    def text(self, tag: str) -> str:
+        """The page as it is now."""
+
+
+class RunsPage:
+    """The report of one run, or of several."""
+
+    def __init__(self, runs: list[RunPaths]) -> None:
+        self._runs = runs
+
+    def tag(self) -> str:
+        told = [(run.root, is_held(run.lock), stamps(_read_by_a_report(run))) for run in self._runs]
+        return digest(told)
+
+    def text(self, tag: str) -> str:
+        return render([load_run(run) for run in self._runs], [f"/{at}" for at in range(1, len(self._runs) + 1)], tag)
+
+
+def pages_of(runs: list[RunPaths]) -> Callable[[str], Served | None]:
+    """``/`` is the report of ``runs``, ``/1``, ``/2`` ... that of each where there are several."""
+    pages = {"/": RunsPage(runs)}
+    if len(runs) > 1:
+        pages |= {f"/{number}": RunsPage([run]) for number, run in enumerate(runs, 1)}
+    return pages.get
+
+
 class ReportServer(ThreadingHTTPServer):
-    """``/`` is the report of ``runs``, ``/1``, ``/2`` ... that of each where there are several.
+    """Serves what ``find`` has for a path.
 
     Raises:
         BadInputError: the port is in use, or not this user's to take.
@@ -33,10 +67,8 @@ class ReportServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, runs: list[RunPaths], port: int) -> None:
-        self.pages = {"/": runs}
-        if len(runs) > 1:
-            self.pages |= {f"/{number}": [run] for number, run in enumerate(runs, 1)}
+    def __init__(self, find: Callable[[str], Served | None], port: int) -> None:
+        self.find = find
         self._made: dict[str, tuple[str, bytes]] = {}
         self._making = threading.Lock()
         try:
@@ -51,17 +83,23 @@ class ReportServer(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/"
 
-    def page(self, path: str, known: str) -> tuple[str, bytes]:
-        """A page and the tag of its runs' files, or nothing beside the tag where that is ``known``."""
-        runs = self.pages[path]
-        tag = _tag(runs)
+    def page(self, path: str, page: Served, known: str) -> tuple[str, bytes]:
+        """A page's tag and text, or nothing beside the tag where that is ``known``."""
+        tag = page.tag()
         if tag == known:
             return tag, b""
         with self._making:
             if self._made.get(path, ("", b""))[0] != tag:
-                links = [f"/{number}" for number in range(1, len(runs) + 1)]
-                self._made[path] = tag, render([load_run(run) for run in runs], links, tag).encode()
+                self._made[path] = tag, page.text(tag).encode()
             return self._made[path]
+
+
+def serve(find: Callable[[str], Served | None], port: int) -> None:
+    """Serve until Ctrl-C."""
+    with ReportServer(find, port) as server:
+        print(f"report: {server.address} (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -70,14 +108,14 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers.get("Host", "").rpartition(":")[0] not in NAMES and self.headers.get("Host") not in NAMES:
             self.send_error(HTTPStatus.FORBIDDEN)
-        elif self.path not in self.server.pages:
+        elif (page := self.server.find(self.path)) is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
-            self._answer()
+            self._answer(page)
 
-    def _answer(self) -> None:
+    def _answer(self, page: Served) -> None:
         try:
-            tag, body = self.server.page(self.path, self.headers.get("If-None-Match", ""))
+            tag, body = self.server.page(self.path, page, self.headers.get("If-None-Match", ""))
         except (MgpuError, OSError) as error:  # the folder is being moved or deleted
             tag, body, status, kind = "", str(error).encode(), HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain"
         else:
@@ -98,9 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: each look of the page would be a line."""
 
 
-def _tag(runs: list[RunPaths]) -> str:
-    """Changes whenever a file changes that the report reads."""
-    told = [(run.root, is_held(run.lock), [_stamp(path) for path in _read_by_a_report(run)]) for run in runs]
+def digest(told: object) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
 
@@ -108,6 +144,11 @@ def _read_by_a_report(run: RunPaths) -> Iterable[Path]:
     yield from (run.config, run.overrides, run.environment, run.metrics, run.summary, run.checkpoints)
     yield from sorted(run.logs.glob("*"))
     yield from sorted(run.checkpoints.glob("*/manifest.json"))
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """What changes with each of these files."""
+    return [_stamp(path) for path in files]
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

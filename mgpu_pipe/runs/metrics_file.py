@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, read_bytes
+from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, NotPlainError, read_bytes
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
 
@@ -131,6 +132,36 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
         parse: Callable[[str], float] = int if name == "step" else _parse
         table[name] = [parse(row[position]) for row in rows]
     return table
+
+
+def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
+    """The steps and finite values of some columns: many files are read several times faster than as whole tables.
+
+    A file that is missing, cannot be read, or has no such column gives none.
+    """
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    try:
+        content = read_bytes(path, MAX_TABLE_BYTES)
+    except (OSError, NotPlainError):
+        return found
+    header, *lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
+    columns = next(csv.reader([header.decode("utf-8", errors="replace")]), [])
+    if "step" not in columns:
+        return found
+    step_at, width = columns.index("step"), len(columns)
+    wanted = [(columns.index(name), found[name]) for name in names if name in columns]
+    for line in lines:
+        cells = line.split(b",")
+        if len(cells) != width:
+            continue
+        try:
+            step = int(cells[step_at])
+            for at, series in wanted:
+                if (cell := cells[at]) and math.isfinite(value := float(cell)):
+                    series.append((step, value))
+        except ValueError:
+            continue
+    return found
 
 
 def truncate_after(path: Path, step: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mgpu_pipe.report import numbers
 from mgpu_pipe.sweep.point import FINISHED, Point
+from mgpu_pipe.sweep.store import Store
 
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10)
 """Student's t for a two-sided interval of 95%, by degrees of freedom from 1; 2 beyond."""
@@ -31,6 +34,19 @@ class Trial:
     @property
     def first(self) -> Point:
         return self.points[0]
+
+    def told(self) -> str:
+        """The mean and its interval, as they are shown."""
+        several = len(self.points) > 1 and not math.isnan(self.error)
+        noise = f" ± {numbers.figure(self.error, 2)} over {len(self.points)} seeds" if several else ""
+        return f"{numbers.figure(self.mean, 5)}{noise}"
+
+
+def repeat_line(store: Store, point: Point | None = None) -> str:
+    """The command that trains a point again, alone; without one the sweep's own."""
+    if point is None:
+        return shlex.join(["mgpu-pipe", *store.asked["words"]])
+    return shlex.join(["mgpu-pipe", *store.asked["flags"], *store.asked["fixed"], *point.overrides])
 
 
 def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:

@@ -88,6 +88,7 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
 def conclude(store: Store) -> int:
     """Say how a sweep stands: its table, its report, and the command that goes on; returns the exit code."""
     from mgpu_pipe.launch.sweep_end import show_sweep
+    from mgpu_pipe.sweep.page import write_sweep_page
 
     points = _settled(store)
     left = [point for point in points if point.status in GOES_ON]
@@ -98,7 +99,7 @@ def conclude(store: Store) -> int:
         print(f"run {point.number} is under way in another process ({point.owner.split(':')[1]})", file=sys.stderr)
     folders = [RunPaths(Path(point.folder)) for point in points if point.folder]
     if folders:
-        show_sweep(folders[:TABLE_ROWS], store.folder, resume_line(store) if left else "")
+        show_sweep(folders[:TABLE_ROWS], lambda: write_sweep_page(store), resume_line(store) if left else "")
     print(f"sweep: {store.folder}", flush=True)
     codes = [point.exit_code for point in points if point.status not in GOES_ON]
     return max([*codes, EXIT_STOPPED if left else EXIT_OK], key=WORST_LAST.index)
@@ -113,7 +114,7 @@ def _settled(store: Store) -> list[Point]:
         return points
     for point in points:
         if point.status == PAUSED and store.change(point, status=PRUNED):
-            amend_summary(RunPaths(Path(point.folder)), status=PRUNED)
+            _say_in_run(RunPaths(Path(point.folder)), status=PRUNED)
     return store.points()
 
 
@@ -258,13 +259,22 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     short = _killed_for_memory() > memory
     status, reason = outcome(result.exit_code, summary, short, store.asked.get("diverged_above"))
     if summary and summary.get("status") != status and status in (DIVERGED, OUT_OF_MEMORY):
-        amend_summary(RunPaths(result.folder), status=status, reason=reason)
+        _say_in_run(RunPaths(result.folder), status=status, reason=reason)
     code = result.exit_code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
     if status == FINISHED and point.budget:
         point, status = _at_rung(store, point, summary)
     metrics = {**_figures(summary), **_speed(RunPaths(result.folder))}
     _end(store, point, status, code, reason, {**summary, "metrics": metrics}, time.monotonic() - began)
     return EXIT_STOPPED if status == STOPPED else code
+
+
+def _say_in_run(paths: RunPaths, **outcome: object) -> None:
+    """Put what became of a run into its summary, and into its report, which was written before that was known."""
+    from mgpu_pipe.report.html import write_report
+
+    amend_summary(paths, **outcome)
+    if paths.report.is_file():
+        write_report([paths], paths.report)
 
 
 def _limit(config: RunConfig, budget: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.report.html import write_report
-from mgpu_pipe.report.watch import ReportServer
+from mgpu_pipe.report.watch import ReportServer, pages_of
 from tests.report.browser import Browser, program
 from tests.report.fake_runs import MakeRun
 
@@ -203,7 +203,7 @@ def test_keys_zoom_and_move(opened: Browser) -> None:
 def test_a_served_page_shows_new_steps_and_keeps_what_the_reader_chose(browser: Browser, make_run: MakeRun) -> None:
     run = make_run(steps=60)
     *_, last = run.metrics.read_text().splitlines()
-    with ReportServer([run], 0) as server:
+    with ReportServer(pages_of([run]), 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         browser.open(server.address)
         browser.click("button.key")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.report.watch import ReportServer
+from mgpu_pipe.report.watch import ReportServer, pages_of
 from tests.report.fake_runs import MakeRun
 
 Serve = Callable[..., ReportServer]
@@ -20,7 +20,7 @@ def serve() -> Iterator[Serve]:
     servers = []
 
     def start(*runs: RunPaths) -> ReportServer:
-        server = ReportServer(list(runs), 0)
+        server = ReportServer(pages_of(list(runs)), 0)
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         return server

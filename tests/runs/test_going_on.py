@@ -106,8 +106,8 @@ def test_a_stopped_sweep_goes_on_point_by_point_and_alone(cache: Path, tmp_path:
         assert len(metrics(folder)) == STEPS and max(rates(folder).values()) == max(before[folder].values())
     out = mgpu(cache, tmp_path, *whole)  # the point that was stopped is complete already
     assert set(runs.iterdir()) == {first, second} and out.count(f"run: {runs}") == 1
-    (report,) = re.findall(r"^report: (.*comparison.html)$", out, re.MULTILINE)
-    assert first.name in (tmp_path / report).read_text()
+    (report,) = re.findall(r"^report: (.*sweeps/.*/report.html)$", out, re.MULTILINE)
+    assert first.name in (tmp_path / report).read_text(), "it leads to the runs' own reports"
     assert "* lowest held-out loss" in out
     mgpu(cache, tmp_path, *(word.replace(f"steps={STEPS}", f"steps={STEPS + 2}") for word in words))
     assert set(runs.iterdir()) == {first, second}, "max_steps is not mathematics"

@@ -1,14 +1,15 @@
 'use strict';
 // Draws the page's charts with uPlot: one x axis and one zoom for all of them, legends that switch curves.
 const DASHES = [[], [9, 4], [2, 4], [10, 4, 2, 4], [5, 2]];
-const KEPT = {axis: 0, zoom: null, sort: null, off: new Set(), log: new Map()};  // what the reader chose; a refresh keeps it
+const KEPT = {axis: 0, zoom: null, sort: null, off: new Set(), log: new Map(), out: new Set(), even: true};  // what the reader chose; a refresh keeps it
 const style = () => getComputedStyle(document.documentElement);
 const make = (tag, name, text = '') => Object.assign(document.createElement(tag), {className: name, textContent: text});
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
-const colour = (curve, css) => css.getPropertyValue(curve.style === 'level' ? '--soft' : `--k${curve.number % 8}`);
-const dashes = curve => curve.style === 'dots' ? [4, 3] : curve.style === 'level' ? [3, 3]
+const colour = (curve, css) => shadeOf ? shadeOf(curve.run, css) : css.getPropertyValue(curve.style === 'level' ? '--soft' : `--k${curve.number % 8}`);
+const dashes = curve => shadeOf ? [] : curve.style === 'dots' ? [4, 3] : curve.style === 'level' ? [3, 3]
   : DASHES[curve.number % DASHES.length];
-let page = null, plots = [];
+const STARTS = [];  // what else a page does when it is shown
+let page = null, plots = [], shadeOf = null;
 
 const compact = new Intl.NumberFormat('en', {notation: 'compact', maximumSignificantDigits: 4});
 function short(value) {
@@ -40,7 +41,7 @@ function onAxis(run, axis, step) {
   const share = (step - clock[0][at - 1]) / (clock[0][at] - clock[0][at - 1]);
   return clock[axis][at - 1] + share * (clock[axis][at] - clock[axis][at - 1]);
 }
-const hidden = curve => curve.style === 'raw' && KEPT.off.has('raw')
+const hidden = curve => KEPT.out.has(curve.run) || curve.style === 'raw' && KEPT.off.has('raw')
   || curve.style !== 'raw' && curve.keys.length > 0 && curve.keys.every(key => KEPT.off.has(key));
 
 function extent(zoom = KEPT.zoom) {
@@ -64,7 +65,7 @@ function draw() {
   for (const {u, watch} of plots) { watch.disconnect(); u.destroy(); }
   plots = all('.plot').map(place => {
     const chart = page.charts[Number(place.dataset.chart)];
-    const curves = chart.curves.map(curve => ({...curve, across: curve.x.map(step => onAxis(curve.run, KEPT.axis, step))}));
+    const curves = chart.curves.map(curve => ({...curve, y: KEPT.even && curve.even || curve.y, across: curve.x.map(step => onAxis(curve.run, KEPT.axis, step))}));
     return {place, chart, curves, log: KEPT.log.get(place.dataset.title) ?? chart.log};
   });
   const range = extent();
@@ -75,7 +76,7 @@ function build(plot, [first, last]) {
   const {place, chart, curves, log} = plot, css = style();
   const ink = css.getPropertyValue('--soft'), grid = css.getPropertyValue('--grid');
   const data = uPlot.join(curves.map(curve => [curve.across, curve.y.map(y => log && y <= 0 ? null : y)]));
-  const tip = make('div', 'tip');
+  const tip = make('div', 'tip'), many = curves.length > 50;
   const size = () => ({width: place.clientWidth, height: place.clientHeight});
   const axis = (label, more) => ({stroke: ink, label, labelSize: 18, labelGap: 0, labelFont: '12px system-ui, sans-serif',
     font: '12px system-ui, sans-serif', grid: {stroke: grid, width: 1}, ticks: {stroke: grid, size: 4}, ...more});
@@ -95,14 +96,14 @@ function build(plot, [first, last]) {
       axis(chart.up, {size: (u, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map(text => text.length)), values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))})],
     series: [{}, ...curves.map(curve => {
       const stroke = colour(curve, css), dots = curve.style === 'dots' || curve.x.length < 2;
-      return {label: curve.label, stroke, width: curve.style === 'raw' ? 1 : 2, dash: dashes(curve), show: !hidden(curve),
+      return {label: curve.label, stroke, width: curve.style === 'raw' || many ? 1 : 2, dash: dashes(curve), show: !hidden(curve),
         alpha: curve.style === 'raw' ? 0.4 : 1, points: {show: dots, size: 8, fill: stroke}};
     })],
     cursor: {sync: {key: 'all', setSeries: false}, y: false, drag: {setScale: false, x: true, y: false}, focus: {prox: -1},
       bind: {dblclick: () => () => { zoomTo(null); return null; }},
       dataIdx: (u, at, index) => at === 0 ? index
         : bisect(data[0], curves[at - 1].across[nearest(curves[at - 1].across, data[0][index])]),
-      points: {show: (u, at) => curves[at - 1].style !== 'raw' && curves[at - 1].style !== 'level'}},
+      points: {show: (u, at) => !many && curves[at - 1].style !== 'raw' && curves[at - 1].style !== 'level'}},
     hooks: {
       setSelect: [u => {
         if (u.select.width < 8) return;
@@ -123,6 +124,7 @@ function tell({u, place, curves}, tip) {
   const left = u?.cursor.left ?? -1;
   if (left < 0 || !(place.matches(':hover') || place.contains(document.activeElement))) { tip.style.display = 'none'; return; }
   const x = u.posToVal(left, 'x'), shown = curves.filter((curve, at) => u.series[at + 1].show);
+  if (shadeOf) shown.reverse();  // the best is drawn last
   if (!shown.length) return;
   const near = shown.map(curve => ({curve, at: nearest(curve.across, x)}));
   const anchor = near.filter(({curve}) => curve.style !== 'level')
@@ -200,8 +202,9 @@ function sortRuns() {
 
 function start() {
   page = JSON.parse(document.getElementById('data').textContent);
-  const select = document.getElementById('axis');
-  select.replaceChildren(...page.axes.map((name, at) => new Option(name, at, false, at === KEPT.axis)));
+  const select = document.getElementById('axis'), even = document.getElementById('even');
+  if (even) even.checked = KEPT.even;
+  select?.replaceChildren(...page.axes.map((name, at) => new Option(name, at, false, at === KEPT.axis)));
   for (const tools of all('.tools')) tools.hidden = false;
   swatches();
   for (const button of all('button.key')) button.setAttribute('aria-pressed', button.dataset.keys.split(' ').some(key => !KEPT.off.has(key)));
@@ -209,6 +212,7 @@ function start() {
     box.checked = KEPT.log.get(box.dataset.title) ?? page.charts[Number(box.dataset.chart)].log;
   }
   sortRuns();
+  for (const more of STARTS) more();
   draw();
   zoomTo(...(KEPT.zoom ?? [null]));
 }
@@ -227,17 +231,24 @@ document.addEventListener('click', event => {
     for (const same of all('button.key')) {
       same.setAttribute('aria-pressed', same.dataset.keys.split(' ').some(key => !KEPT.off.has(key)));
     }
-    for (const {u, curves} of plots) u.batch(() => curves.forEach((curve, at) => {
-      if (u.series[at + 1].show === hidden(curve)) u.setSeries(at + 1, {show: !hidden(curve)});
-    }));
+    switchCurves();
   }
 });
+function switchCurves() {
+  for (const {u, curves} of plots) u.batch(() => curves.forEach((curve, at) => {
+    if (u.series[at + 1].show === hidden(curve)) u.setSeries(at + 1, {show: !hidden(curve)});
+  }));
+}
 document.addEventListener('change', event => {
   if (event.target.id === 'axis') {
     KEPT.axis = Number(event.target.value);
     KEPT.zoom = null;
     draw();
     zoomTo(null);
+  }
+  if (event.target.id === 'even') {
+    KEPT.even = event.target.checked;
+    draw();
   }
   if (event.target.matches('input.log')) {
     KEPT.log.set(event.target.dataset.title, event.target.checked);
@@ -268,15 +279,15 @@ async function look() {
 function show(main, page) {
   const open = new Map(all('details').map(one => [one.id, one.open]));
   const focus = all(FOCUSABLE).indexOf(document.activeElement);
-  const pointed = plots.findIndex(({place}) => place.matches(':hover') || place === document.activeElement);
-  const {left, top} = plots[pointed]?.u.cursor ?? {};
+  const under = plots.findIndex(({place}) => place.matches(':hover') || place === document.activeElement);
+  const {left, top} = plots[under]?.u.cursor ?? {};
   main.replaceWith(document.adoptNode(page.querySelector('main')));
   for (const one of all('details')) one.open = open.get(one.id) ?? one.open;
   start();
   all(FOCUSABLE)[focus]?.focus({preventScroll: true});
-  if (left >= 0) plots[pointed]?.u.setCursor({left, top});
+  if (left >= 0) plots[under]?.u.setCursor({left, top});
 }
 
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', draw);
-start();
+document.addEventListener('DOMContentLoaded', start);  // when all of the page's scripts are there
 if (document.querySelector('main').dataset.watched) setTimeout(look, LOOK_MS);
