@@ -272,6 +272,14 @@ def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[st
     descriptions = {line[4:].split()[0]: line for line in lines[1:] if line.strip()}
     assert descriptions["ddp"].startswith("    ddp ") and "Data parallelism" in descriptions["ddp"]
     assert descriptions["single"].startswith("  * single ") and "One process" in descriptions["single"]
+    assert "    strategy.tp=1  a whole number or auto. Tensor-parallel size." in lines
+    assert any(line.startswith("    strategy.pipeline.schedule=1f1b  gpipe or 1f1b or ") for line in lines)
+
+
+def test_ls_shows_the_keys_of_each_choice_with_their_defaults(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["ls", "objective"]) == 0
+    *_, masked, _, _ = capsys.readouterr().out.split("\nkeys of ")
+    assert masked.startswith("objective.name=masked_lm\n    objective.mask_share=0.15  a number. Share of ")
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.errors import EXIT_OK
@@ -12,7 +16,7 @@ def ls(words: list[str]) -> int:
     from mgpu_pipe.config.listing import list_groups
 
     parser = VerbParser(prog="mgpu-pipe ls", description="List the groups and their options; * marks the default.")
-    parser.add_argument("group", nargs="?", metavar="GROUP", help="list this one alone")
+    parser.add_argument("group", nargs="?", metavar="GROUP", help="this one alone, and its keys with their defaults")
     arguments = parse(parser, words)
     if arguments is None:
         return EXIT_OK
@@ -21,23 +25,41 @@ def ls(words: list[str]) -> int:
         width = max(len(option.name) for option in options)
         for option in options:
             print(f"  {'*' if option.is_default else ' '} {option.name:<{width}}  {option.description}".rstrip())
-    _print_own_keys(arguments.group)
+    if arguments.group:
+        _print_keys(arguments.group)
     return EXIT_OK
 
 
-def _print_own_keys(group: str | None) -> None:
-    """The keys of their own, with their types, of what can be chosen in ``group``, installed packages' too."""
-    from mgpu_pipe.config.convert import type_name
-    from mgpu_pipe.config.docs import field_documentation
+def _print_keys(group: str) -> None:
+    """The keys of a group with default and type: those that it always has, then those of one choice alone."""
+    from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.config.sections import SECTIONS, hints, own_keys
 
-    documentation = field_documentation()
+    base = hints(RunConfig).get(group)
+    if is_dataclass(base):
+        print(f"\nkeys of {group}, and what they are where neither an option nor you set them")
+        _print_fields(group, cast(type, base)(), [field.name for field in fields(base)])
     for section in SECTIONS.values():
         for name, keys in section.all_keys().items() if section.name == group else ():
             print(f"\nkeys of {section.chooser}={name}")
-            for key in own_keys(keys):
-                text = documentation.get((keys.__name__, key), "")
-                print(f"    {group}.{key}  {type_name(hints(keys)[key])}. {text}".rstrip())
+            _print_fields(group, keys(), own_keys(keys))
+
+
+def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
+    from mgpu_pipe.config.convert import type_name, written
+    from mgpu_pipe.config.docs import field_documentation
+    from mgpu_pipe.config.dotted import setting
+    from mgpu_pipe.config.sections import hints
+
+    cls: type = type(keys)
+    for name in names:
+        default = getattr(keys, name)
+        if is_dataclass(default):
+            _print_fields(f"{path}.{name}", default, [field.name for field in fields(default)])
+            continue
+        owners = (one.__name__ for one in cls.__mro__)
+        text = next((field_documentation()[one, name] for one in owners if (one, name) in field_documentation()), "")
+        print(f"    {path}.{name}={setting(written(default))}  {type_name(hints(cls)[name])}. {text}".rstrip())
 
 
 def _groups() -> list[str]:

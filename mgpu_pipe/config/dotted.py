@@ -16,3 +16,12 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[path] = value
     return flat
+
+
+def setting(value: object) -> str:
+    """A configured value as it is typed."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(setting, value))}]"
+    if isinstance(value, str) and (not value or value != value.strip() or "," in value):
+        return repr(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

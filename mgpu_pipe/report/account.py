@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
-from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.dotted import leaves, setting
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.charts import clock
-from mgpu_pipe.report.run_view import RunView, number, setting
+from mgpu_pipe.report.run_view import RunView, number
 from mgpu_pipe.runs.continue_line import line_for
 
 SLOW_SHARE = 0.95

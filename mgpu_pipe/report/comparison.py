@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.dotted import leaves, setting
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.charts import identical, run_labels, run_names
-from mgpu_pipe.report.run_view import RunView, differing, names_the_run, setting
+from mgpu_pipe.report.run_view import RunView, differing, names_the_run
 
 
 def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:

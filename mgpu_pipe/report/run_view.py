@@ -17,7 +17,7 @@ import yaml
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.step import Step
-from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.dotted import leaves, setting
 from mgpu_pipe.config.objective import Description, description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import (
@@ -190,15 +190,6 @@ def differing(views: list[RunView]) -> list[list[str]]:
     keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not names_the_run(key)]
     apart = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
     return [[f"{key}={setting(one.get(key))}" for key in apart] for one in flat]
-
-
-def setting(value: object) -> str:
-    """A configured value as it is typed."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(setting, value))}]"
-    if isinstance(value, str) and (not value or value != value.strip() or "," in value):
-        return repr(value)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def number(value: object) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from mgpu_pipe.config.dotted import leaves
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, NotPlainError, parse_yaml, read_bytes, read_end
 from mgpu_pipe.errors import RunFolderError
@@ -122,12 +123,24 @@ def _summary(paths: RunPaths) -> dict[str, object]:
         return {}
 
 
-def _of_config(paths: RunPaths) -> dict[str, Any]:
+def told(folder: Path) -> dict[str, Any]:
+    """Every key of a run's configuration, by its dotted path, and the metrics of its summary that have a section."""
+    paths = RunPaths(folder)
+    metrics = _summary(paths).get("metrics")
+    measured = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {**leaves(_config(paths)), **{str(key): value for key, value in measured if "/" in str(key)}}
+
+
+def _config(paths: RunPaths) -> dict[str, Any]:
     try:
         config = parse_yaml(read_bytes(paths.config, MAX_CONFIG_BYTES))
     except (OSError, NotPlainError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    sections = [config.get(name) if isinstance(config, dict) else None for name in ("run", "strategy", "trainer")]
+    return config if isinstance(config, dict) else {}
+
+
+def _of_config(paths: RunPaths) -> dict[str, Any]:
+    sections = map(_config(paths).get, ("run", "strategy", "trainer"))
     run, strategy, trainer = (section if isinstance(section, dict) else {} for section in sections)
     return {**run, "strategy": strategy.get("name"), "max_steps": trainer.get("max_steps")}
 

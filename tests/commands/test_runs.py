@@ -94,6 +94,12 @@ def test_a_torn_row_and_broken_files_are_survived(root: Path, capsys: pytest.Cap
         (["--sort", "step"], ["old", "a1", "a2", "b1"]),
         (["--sort", "age", "--reverse"], ["old", "a2", "a1", "b1"]),
         (["--sort", "name"], ["a1", "a2", "b1", "old"]),
+        (["--sort", "optimizer.lr"], ["a1", "b1", "a2", "old"]),
+        (["--sort", "lr", "--reverse", "--limit", "1"], ["old"]),
+        (["--where", "lr=1e-3"], ["a1"]),
+        (["--where", "trainer.max_steps=12", "--where", "data.source=stdlib_text"], ["a1", "a2"]),
+        (["--where", "dp_replicate=2"], []),
+        (["--sort", "val/loss", "--name", "al*"], ["a2", "a1"]),
         (["outputs/beta/old"], ["old"]),
         (["run.root=outputs/beta"], ["b1", "old"]),
     ],
@@ -111,6 +117,15 @@ def test_the_table_shows_the_folders_whole(root: Path, capsys: pytest.CaptureFix
     assert first.endswith("best,paper  outputs/alpha/a1") and " 1 h " in first
     assert second.startswith("failed ") and " 9 d " in second
     assert count.startswith("2 of 4 runs, ")
+
+
+def test_a_key_that_is_asked_for_is_a_column(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["runs", "--sort", "lr", "--where", "max_steps=12"]) == 0
+    head, first, second, _ = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["optimizer.lr", "trainer.max_steps", "run"]
+    assert first.split()[-3:] == ["0.001", "12", "outputs/alpha/a1"] and second.split()[-3:-1] == ["0.003", "12"]
+    by_name = {Path(row["folder"]).name: row for row in rows(capsys, "--sort", "lr")}
+    assert by_name["a1"]["optimizer.lr"] == 1e-3 and by_name["b1"]["optimizer.lr"] == 3e-3
 
 
 def test_deleting_is_shown_first(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +157,13 @@ def test_a_living_run_and_a_link_are_not_deleted(root: Path, capsys: pytest.Capt
         (["outputs"], "outputs: not a run's folder; mgpu-pipe runs run.root=outputs lists those below it"),
         (["--older", "7"], "7: use an age such as 30m"),
         (["--state", "finishd"], "invalid choice: 'finishd'"),
+        (["--sort", "speeed"], "speeed: no column, and no key of these runs; did you mean speed?"),
+        (
+            ["--where", "optimizer.lrr=1"],
+            "optimizer.lrr: no column, and no key of these runs; did you mean optimizer.lr?",
+        ),
+        (["--where", "lr"], "--where lr: give a key and its value"),
+        (["--where", "name=x"], "name: several keys; say which: model.name, run.name, strategy.name"),
         (["outputs/alpha/a1", "run.root=outputs"], "leave out it or the folders"),
         (["--delete", "--json", "--name", "x"], "leave out it or --delete"),
     ],
