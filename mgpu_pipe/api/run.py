@@ -132,14 +132,18 @@ class Run:
         seed: int = 0,
         step: int | None = None,
         device: str = "auto",
+        raw: bool = False,
     ) -> list[str]:
-        """The continuation of each prompt, without the prompt; what an encoder-decoder model writes for it.
+        """The continuation of each prompt, without the prompt; what a model that answers writes for it.
+
+        Encoder-decoder models answer, and those that were trained on conversations.
 
         Args:
             temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
             top_k, top_p: draw among the likeliest only; None does not restrict.
             seed: of the draws; a prompt's continuation does not depend on the others.
             step, device: as in :meth:`model`.
+            raw: continue the prompt, whatever the model was trained on.
 
         Raises:
             BadInputError: the model writes no text, or a prompt fills its context.
@@ -154,6 +158,7 @@ class Run:
                 loaded.model,
                 loaded.tokenizer(),
                 [prompts] if isinstance(prompts, str) else prompts,
+                chat=None if raw or loaded.model.config.is_encoder_decoder else loaded.chat(),
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 top_k=top_k,

@@ -67,6 +67,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("label_column", ("labelled_jsonl",)),
         ("classes", ("labelled_jsonl",)),
         ("messages_column", ("chat_jsonl",)),
+        ("format", ("chat_jsonl",)),
         ("source_column", ("pairs_jsonl",)),
         ("target_column", ("pairs_jsonl",)),
         ("target_len", PAIR_SOURCES),

@@ -192,13 +192,13 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
 
 def _path_errors(config: RunConfig) -> list[ConfigError]:
     errors = []
-    for key in ("model.path", "data.chat_template", "checkpoint.init_from"):
+    for key in ("model.path", "checkpoint.init_from"):
         value = _get(config, key)
         if key == "model.path" and isinstance(value, str) and hub_name(value):
             continue  # asked for when its commit was looked up
         if isinstance(value, str) and not Path(value).expanduser().exists():
             errors.append(ConfigError(key, value, "correct the path", "nothing is there"))
-        elif isinstance(value, str) and key != "data.chat_template" and _is_foreign(Path(value).expanduser()):
+        elif isinstance(value, str) and _is_foreign(Path(value).expanduser()):
             fix = f"make a folder of it by mgpu-pipe import --from {value} --out <folder> model=..."
             errors.append(ConfigError(key, value, fix, "is another program's checkpoint"))
     tokenizer = config.data.tokenizer

@@ -13,7 +13,10 @@ from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_dev
 
 
 def generate(argv: Sequence[str]) -> int:
-    """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation."""
+    """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation.
+
+    A model that was trained on conversations answers it.
+    """
     parser = parser_of("generate", "Continue prompts.")
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; default: standard input"
@@ -29,6 +32,9 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
+    )
     takes_device(parser)
     _generate(parsed(parser, argv))
     return EXIT_OK
@@ -45,10 +51,12 @@ def _generate(arguments: argparse.Namespace) -> None:
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
     from mgpu_pipe.inference.generation import generate_text, without_controls
 
+    chat = None if arguments.raw or run.model.config.is_encoder_decoder else run.chat()
     texts = generate_text(
         run.model,
         run.tokenizer(),
         prompts,
+        chat=chat,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
@@ -60,7 +68,7 @@ def _generate(arguments: argparse.Namespace) -> None:
             print("---")
         shown = without_controls(text) if sys.stdout.isatty() else text
         # An answer stands by itself: it does not go on from the prompt.
-        print(shown if run.model.config.is_encoder_decoder else prompt + shown)
+        print(shown if run.model.config.is_encoder_decoder or chat is not None else prompt + shown)
 
 
 VERB = Verb("continue prompts", generate)

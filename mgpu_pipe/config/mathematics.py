@@ -61,6 +61,7 @@ KINDS: dict[str, Kind] = {
     "data.label_column": Kind.CONTENT,
     "data.classes": Kind.CONTENT,
     "data.messages_column": Kind.CONTENT,
+    "data.format": Kind.CONTENT,
     "data.source_column": Kind.CONTENT,
     "data.target_column": Kind.CONTENT,
     "data.chat_template": Kind.CONTENT,

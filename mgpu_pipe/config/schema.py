@@ -89,12 +89,15 @@ class DataConfig:
     (labelled_jsonl)."""
     messages_column: str = "messages"
     """Name of the list of {role, content} messages (chat_jsonl)."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
+    """How a line holds its conversation (chat_jsonl); auto goes by its columns."""
     source_column: str = "source"
     """Name of the text that is given to the model (pairs_jsonl)."""
     target_column: str = "target"
     """Name of the text that the model is to answer with (pairs_jsonl)."""
     chat_template: str | None = None
-    """A Jinja file that overrides the tokenizer's chat template (chat_jsonl)."""
+    """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, phi4, deepseek, plain; null is the tokenizer's
+    own (chat_jsonl)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Shape of the random documents of data=synthetic."""
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
@@ -124,6 +127,10 @@ class DataConfig:
     """Processes that tokenise; auto is one a core."""
     cache_dir: str | None = None
     """Where tokenised data is kept; null: $MGPU_PIPE_CACHE, else mgpu_pipe in the user's cache folder."""
+
+    def holds_conversations(self) -> bool:
+        """Whether the model is trained to answer, by a chat template."""
+        return self.source == "chat_jsonl"
 
     def target_tokens(self) -> int:
         """Tokens of a padded target; 0 where samples are no pairs."""

@@ -50,6 +50,7 @@ def export_folder(
     import torch
 
     from mgpu_pipe.inference.adapters import merged, write_adapter
+    from mgpu_pipe.inference.generation import stop_at_turns
     from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, write_model_folder
     from mgpu_pipe.models.save import write_tokenizer
 
@@ -65,7 +66,10 @@ def export_folder(
                 stored = merged(stored)
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
             if stored.tokenizer_folder is not None:
-                write_tokenizer(stored.tokenizer_folder, partial, stored.adopts_special_tokens and not adapter)
+                adopts = stored.adopts_special_tokens and not adapter
+                write_tokenizer(stored.tokenizer_folder, partial, adopts)
+                if stored.config is not None and stored.config.data.holds_conversations():
+                    stop_at_turns(partial)
             if not adapter:
                 _prove(stored.model, stored.read, weights_type, partial)
             _put_in_place(partial, out)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_pipe.config.plain_files import check_folder
-from mgpu_pipe.data.text.tokenizer_folder import FILES, json_file
+from mgpu_pipe.data.text.tokenizer_folder import FILES, chat_of, json_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.rotary import length_at_hand
+from mgpu_pipe.models.save import GENERATION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.generation.streamers import BaseStreamer
     from transformers.modeling_outputs import BaseModelOutput
+
+    from mgpu_pipe.data.text.chat import ChatTemplate
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text, or the messages of a conversation."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -52,8 +60,9 @@ def without_controls(text: str) -> str:
 def generate_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | Path,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
+    chat: ChatTemplate | None = None,
     max_new_tokens: int = 64,
     temperature: float | None = None,
     top_k: int | None = 50,
@@ -61,11 +70,14 @@ def generate_text(
     seed: int = 0,
     together: bool = False,
     forward: Callable[..., Any] | None = None,
+    streamer: BaseStreamer | None = None,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt; of an encoder-decoder model, what it writes for it.
 
     Args:
         tokenizer: or the folder that keeps it.
+        prompts: texts, or with ``chat`` also conversations, lists of messages.
+        chat: of a model that answers: a text is what the user says, and the answer ends where its turn does.
         temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
         top_k, top_p: draw among the likeliest only; None does not restrict.
         seed: of the draws; each prompt has its own stream, so its continuation does not depend on the others. The
@@ -73,9 +85,10 @@ def generate_text(
         together: the model is sharded over all processes, which all make this call: none ends a prompt before the
             others do.
         forward: takes the place of the model's forward pass, over the whole text so far for each new token.
+        streamer: of transformers; is given the ids of the prompt and then each new one.
 
     Raises:
-        BadInputError: a prompt that fills the model's context.
+        BadInputError: a prompt that fills the model's context, or that the chat template refuses.
     """
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
@@ -87,6 +100,7 @@ def generate_text(
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
+    ends = end_tokens(tokenizer, chat)
     try:
         devices = [device] if device.type == "cuda" else []
         with (
@@ -99,7 +113,7 @@ def generate_text(
                 _continue(
                     model,
                     tokenizer,
-                    prompt,
+                    _encode(tokenizer, prompt, chat),
                     max_new_tokens,
                     temperature,
                     top_k,
@@ -107,6 +121,9 @@ def generate_text(
                     seed + number,
                     together,
                     use_cache=forward is None,
+                    ends=ends,
+                    alone=chat is not None,
+                    streamer=streamer,
                 )
                 for number, prompt in enumerate(prompts)
             ]
@@ -152,7 +169,7 @@ def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None
 def _continue(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    ids: list[int],
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -160,12 +177,14 @@ def _continue(
     seed: int,
     together: bool,
     use_cache: bool,
+    ends: list[int],
+    alone: bool,
+    streamer: BaseStreamer | None,
 ) -> str:
     from transformers import GenerationConfig
     from transformers.modeling_outputs import BaseModelOutput
 
     answers, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
-    ids = _encode(tokenizer, prompt)
     if answers and end is not None and ids[-1] != end:
         ids.append(int(end))  # as sources are trained on
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -177,7 +196,7 @@ def _continue(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     settings = GenerationConfig(
         max_new_tokens=room,
-        eos_token_id=end,
+        eos_token_id=ends or None,
         pad_token_id=end if end is not None else 0,
         use_cache=use_cache,
         **({"decoder_start_token_id": model.config.decoder_start_token_id} if answers else {}),
@@ -187,10 +206,15 @@ def _continue(
     given = torch.tensor([ids], device=next(model.parameters()).device)
     encoded = {"encoder_outputs": BaseModelOutput(given[..., None].float())} if answers and not use_cache else {}
     made = model.generate(  # type: ignore[operator]
-        given, generation_config=settings, attention_mask=torch.ones_like(given), synced_gpus=together, **encoded
+        given,
+        generation_config=settings,
+        attention_mask=torch.ones_like(given),
+        synced_gpus=together,
+        streamer=streamer,
+        **encoded,
     )[0]
-    if answers:
-        return str(tokenizer.decode(made, skip_special_tokens=True))
+    if answers or alone:
+        return str(tokenizer.decode(made if answers else made[len(ids) :], skip_special_tokens=True))
     shown = str(tokenizer.decode(ids, skip_special_tokens=True))
     text = str(tokenizer.decode(made, skip_special_tokens=True))
     # Decoding the new tokens alone would lose the space that many tokenizers put before a word.
@@ -199,8 +223,32 @@ def _continue(
     return str(tokenizer.decode(made[len(ids) :], skip_special_tokens=True))
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) -> list[int]:
+    """The ids that end a text: of the tokenizer's end, and of the end of a turn."""
+    names = [tokenizer.eos_token, None if chat is None else chat.turn_end()]
+    ids = tokenizer.convert_tokens_to_ids([name for name in names if name is not None])
+    assert isinstance(ids, list)
+    return list(dict.fromkeys(ids))
+
+
+def stop_at_turns(folder: Path) -> None:
+    """Have ``generate`` of transformers stop at the end of a turn, as the model folder's chat template writes it."""
+    file = folder / GENERATION
+    chat = chat_of(folder)
+    if chat is None or not file.is_file():
+        return
+    content = json_file(file)
+    before = content.get("eos_token_id")
+    ends = [*(before if isinstance(before, list) else [before]), *end_tokens(load_tokenizer(folder), chat)]
+    content["eos_token_id"] = list(dict.fromkeys(one for one in ends if one is not None))
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None) -> list[int]:
     """Token ids of the prompt; an empty one begins like a document, after the token that ends the one before."""
+    if chat is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return list(tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"])
     ids: list[int] = list(tokenizer(prompt)["input_ids"])
     if ids:
         return ids

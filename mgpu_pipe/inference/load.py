@@ -14,6 +14,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.plain_files import NotPlainError, check_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.hub_folder import whole_folder
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+    from mgpu_pipe.data.text.chat import ChatTemplate
 
 ReadTensor = Callable[[str, "torch.dtype"], "torch.Tensor"]
 """Gives a parameter or buffer of the module, whole, on the host, in a type."""
@@ -54,6 +56,16 @@ class LoadedRun:
         if self.tokenizer_folder is None:
             raise BadInputError(f"{self.source}: no tokenizer beside it; give the run's folder, which keeps one")
         return load_tokenizer(self.tokenizer_folder)
+
+    def chat(self) -> ChatTemplate | None:
+        """How the model is talked to: its tokenizer's chat template, of a run only where it trained on conversations.
+
+        Raises:
+            ModelFolderError: the template cannot be used.
+        """
+        if self.tokenizer_folder is None or not (self.config is None or self.config.data.holds_conversations()):
+            return None
+        return chat_of(self.tokenizer_folder)
 
 
 @dataclass

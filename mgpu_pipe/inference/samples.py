@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ def make_samples(
     prompts, length = config.objective.prompts()
     if not prompts:
         return []
-    kind = description(config.objective.name).samples
+    kind, joint = description(config.objective.name).samples, " \u2192 "
     if kind == "labelled_text":
         from mgpu_pipe.inference.classify import classify_texts
 
@@ -40,14 +41,16 @@ def make_samples(
     else:
         from mgpu_pipe.inference.generation import generate_text
 
+        chat = chat_of(tokenizer_folder) if config.data.holds_conversations() else None
+        joint = "" if kind == "packed_text" and chat is None else joint
         texts = generate_text(
             model,
             tokenizer_folder,
             prompts,
+            chat=chat,
             max_new_tokens=length,
             seed=config.seed,
             together=together,
             forward=forward,
         )
-    joint = "" if kind == "packed_text" else " \u2192 "
     return [{"prompt": prompt, "text": f"{joint}{text}"} for prompt, text in zip(prompts, texts, strict=True)]

@@ -156,10 +156,11 @@ def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, obje
     program, root = this_program(), str(paths.root)
     generates = description(str(summary.get("objective"))).attention == "causal"
     prompt = next(iter(getattr(config.objective, "sample_prompts", ())), "def ")
-    return {
-        **({"generate": shlex.join([*program, "generate", root, "--prompt", prompt])} if generates else {}),
-        "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")]),
-    }
+    if config.data.holds_conversations():
+        tries = {"chat": shlex.join([*program, "chat", root])}
+    else:
+        tries = {"generate": shlex.join([*program, "generate", root, "--prompt", prompt])} if generates else {}
+    return {**tries, "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")])}
 
 
 def _device(config: RunConfig, environment: Mapping[str, object]) -> str:

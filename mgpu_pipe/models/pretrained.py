@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from mgpu_pipe.models.build import build_from, draw_parameter, first_line, model
 from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.hub_folder import whole_folder
+from mgpu_pipe.models.new_rows import add_rows, stored_vocabulary
 
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
@@ -40,7 +42,7 @@ def load_pretrained(
 
     Args:
         model_class: as of :func:`build_meta`.
-        seed: of tensors that the folder's own class does not have, a new head's; None: they are missing.
+        seed: of what the folder does not have, a new head or further rows of the vocabulary; None: they are missing.
         settings: says what the model is, where the folder gives its weights alone; else ``model`` does.
 
     Raises:
@@ -55,9 +57,13 @@ def load_pretrained(
     with at_most(stored_tensors(folder)):
         meta = build_from(config, model, model_class)
     _check_elements(folder, meta)
+    rows = None if seed is None else stored_vocabulary(settings or model, folder)
+    stored = copy.deepcopy(config)
+    if rows is not None:
+        stored.vocab_size = rows
     result: Any = type(meta).from_pretrained(
         str(folder),
-        config=config,
+        config=stored,
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
@@ -67,6 +73,8 @@ def load_pretrained(
         ignore_mismatched_sizes=True,
     )
     loaded, info = result
+    if rows is not None and seed is not None:
+        add_rows(loaded, meta, seed)
     for name, drawn in check_loading(model, info, meta, seed).items():
         loaded.get_parameter(name).data.copy_(drawn)
     freeze_parameters(loaded, model.freeze)

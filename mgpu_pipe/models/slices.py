@@ -27,6 +27,7 @@ from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
 from mgpu_pipe.models.hub_folder import whole_folder
 from mgpu_pipe.models.layout import Layout, layouts_of, unsharded_shape
+from mgpu_pipe.models.new_rows import adds_rows, with_new_rows
 from mgpu_pipe.models.parts import local_tensor, parts_held
 from mgpu_pipe.models.pretrained import check_loading
 
@@ -153,7 +154,7 @@ def read_folder(
         readers = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
         twin = build_meta(replace(source, freeze=[]), class_of([architecture]))
         add_adapters(twin, peft)
-        read = read_tensors(twin, readers, parameters, shapes, take)
+        read = read_tensors(twin, readers, parameters, shapes, take, partial(_new_rows, source, twin, seed))
         for name, drawn in check_loading(source, read, twin, seed).items():
             take(name, drawn)
 
@@ -164,6 +165,7 @@ def read_tensors(
     parameters: Mapping[str, torch.nn.Parameter],
     shapes: Mapping[str, tuple[int, ...]],
     take: TakeTensor,
+    complete: Callable[[str, Any], torch.Tensor | None] = lambda name, stored: None,
 ) -> dict[str, set[str]]:
     """Show ``take`` every parameter that can be made of tensors under a folder's names, or the modules' own.
 
@@ -171,6 +173,7 @@ def read_tensors(
         twin: the same model on the meta device, not split.
         readers: opens a tensor by its name: a whole one, or a slice of a safetensors file.
         parameters, shapes: as :func:`read_folder`'s.
+        complete: makes a parameter of a tensor of another shape; None where it cannot.
 
     Returns:
         What did not find its place: ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
@@ -182,15 +185,25 @@ def read_tensors(
         if name not in shapes or made_of.converted:
             continue  # a buffer; or done already
         stored = readers[made_of.keys[0]]()
-        if _shape_of(stored) == shapes[name]:
-            take(name, stored)
-            taken.add(name)
-        else:
+        fits = stored if _shape_of(stored) == shapes[name] else complete(name, stored)
+        if fits is None:
             mismatched.add(name)
+        else:
+            take(name, fits)
+            taken.add(name)
     done = {id(parameters[name]) for name in taken | mismatched}
     first_names = {id(parameter): name for name, parameter in list(parameters.items())[::-1]}
     missing = {name for key, name in first_names.items() if key not in done}
     return {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+
+
+def _new_rows(
+    source: ModelConfig, twin: PreTrainedModel, seed: int | None, name: str, stored: Any
+) -> torch.Tensor | None:
+    wanted = tuple(twin.get_parameter(name).shape)
+    if seed is None or not adds_rows(source, _shape_of(stored), wanted):
+        return None
+    return with_new_rows(twin, name, stored, seed)
 
 
 def _shape_of(stored: Any) -> tuple[int, ...]:

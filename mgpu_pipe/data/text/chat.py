@@ -18,13 +18,12 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from mgpu_pipe.data.files import check_unicode, json_row, missing_column
+from mgpu_pipe.data.files import check_unicode, json_row
+from mgpu_pipe.data.text.conversations import CLOSE, OPEN, is_trained, messages_of
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
-from mgpu_pipe.errors import DataError
+from mgpu_pipe.errors import BadInputError, DataError
 
 Span = tuple[int, int]
-# Unicode noncharacters, which no text contains: they mark places in a rendering.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -39,7 +38,7 @@ class _GenerationTag(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Callable[[], str]) -> str:
-        return _OPEN + caller() + _CLOSE
+        return OPEN + caller() + CLOSE
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -92,7 +91,7 @@ class ChatTemplate:
         return text
 
     def conversation(
-        self, line: str, origin: str, column: str, rendered_before: bool = False
+        self, line: str, origin: str, column: str, form: str = "auto", rendered_before: bool = False
     ) -> tuple[str, list[Span]]:
         """The text of one JSON line and the character spans ``[start, end)`` that the assistant said.
 
@@ -101,15 +100,14 @@ class ChatTemplate:
         reasoning), a span is the message's content as rendered, and a special token right behind it.
 
         Args:
+            column, form: as of :func:`messages_of`.
             rendered_before: within the limits, which this call, in whatever thread, does without.
 
         Raises:
             DataError: broken JSON, wrong messages, or messages that the template refuses; names file and line.
         """
         row = json_row(line, origin)
-        if column not in row:
-            raise missing_column(origin, "data.messages_column", column, list(row))
-        messages = _checked_messages(row[column], origin, column)
+        messages = messages_of(row, origin, column, form)
         try:
             with nullcontext() if rendered_before else limited(len(line)):
                 return self._with_spans(messages, row.get("tools"), origin)
@@ -119,14 +117,43 @@ class ChatTemplate:
     def _with_spans(self, messages: list[dict[str, Any]], tools: object, origin: str) -> tuple[str, list[Span]]:
         full = self.render(messages, tools)
         check_unicode(full, origin)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [index for index in answers if is_trained(messages[index])]
         if self._marks_generation:
-            return _marked_spans(full)
+            text, marked = _marked_spans(full)
+            if trained == answers:
+                return text, marked
+            if len(marked) != len(answers):
+                raise DataError(f"{origin}: train or weight of a message: the chat template marks other parts than it")
+            return text, [span for span, index in zip(marked, answers, strict=True) if index in trained]
         spans = [
             self._turn(full, messages, tools, index) or self._content(full, messages, tools, index, origin)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
+            for index in trained
         ]
         return full, sorted(spans)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of ``messages`` that the assistant is to answer.
+
+        Raises:
+            BadInputError: the template refuses them.
+        """
+        try:
+            with limited(sum(len(str(message.get("content"))) for message in messages)):
+                return self.render(messages, prompt=True)
+        except TemplateError as error:
+            raise BadInputError(f"the chat template refuses this conversation: {reason(error)}") from error
+
+    def turn_end(self) -> str | None:
+        """The special token that ends what the assistant says; None where the template writes none."""
+        asked = [{"role": "user", "content": "."}, {"role": "assistant", "content": OPEN}]
+        try:
+            with limited():
+                behind = self.render(asked).partition(OPEN)[2].lstrip()
+        except TemplateError:
+            return None
+        ends = [token for token in self.stop_tokens if token and behind.startswith(token)]
+        return max(ends, key=len, default=None)
 
     def _turn(self, full: str, messages: list[dict[str, Any]], tools: object, index: int) -> Span | None:
         """The span of message ``index`` if the rendering up to it is a prefix of ``full``."""
@@ -146,12 +173,13 @@ class ChatTemplate:
     def _content(self, full: str, messages: list[dict[str, Any]], tools: object, index: int, origin: str) -> Span:
         """The span of message ``index`` by comparing with a rendering in which its content is another."""
         other = [dict(message) for message in messages]
-        other[index]["content"] = _OPEN
+        other[index]["content"] = OPEN
+        other[index].pop("tool_calls", None)  # calls stand behind the content, and are what is said as well
         changed = self.render(other, tools)
-        if changed.count(_OPEN) != 1:
+        if changed.count(OPEN) != 1:
             raise DataError(f"{origin}: the chat template does not render the content of message {index + 1} once")
         start = _common_prefix(full, changed)
-        tail = changed[changed.index(_OPEN) + 1 :]
+        tail = changed[changed.index(OPEN) + 1 :]
         if not full.endswith(tail):
             raise DataError(f"{origin}: the chat template renders message {index + 1} in a way that hides its end")
         end = max(start, len(full) - len(tail))
@@ -174,28 +202,11 @@ def _common_prefix(one: str, other: str) -> int:
 def _marked_spans(marked: str) -> tuple[str, list[Span]]:
     """Text and spans of a rendering whose assistant parts stand between the two marks."""
     text, spans, start = "", [], 0
-    for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
-        if part == _OPEN:
+    for part in re.split(f"([{OPEN}{CLOSE}])", marked):
+        if part == OPEN:
             start = len(text)
-        elif part == _CLOSE:
+        elif part == CLOSE:
             spans.append((start, len(text)))
         else:
             text += part
     return text, spans
-
-
-def _checked_messages(value: object, origin: str, column: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise DataError(f"{origin}: message {number} is not an object with a role (user, assistant, system, tool)")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise DataError(f"{origin}: the content of message {number} must be a string")
-        if content and (_OPEN in content or _CLOSE in content):
-            raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 or U+FDD1)")
-    roles = [message["role"] for message in value]
-    if "assistant" not in roles:
-        raise DataError(f"{origin}: no message has the role assistant (roles: {', '.join(roles)}): nothing to learn")
-    return value

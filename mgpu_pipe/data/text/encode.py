@@ -60,6 +60,7 @@ class EncoderSpec:
     chat_template: str | None = None
     """Makes the documents conversations: JSON lines with a column of messages."""
     messages_column: str = "messages"
+    chat_format: str = "auto"
     special_tokens: dict[str, str] = field(default_factory=dict)
     stop_tokens: tuple[str, ...] = ()
     pairs: bool = False
@@ -113,7 +114,9 @@ class Encoder:
             pieces = self._encoded([document.text for document in documents])
         else:
             for document in documents:
-                text, spans = self._template.conversation(document.text, document.origin, self._spec.messages_column)
+                text, spans = self._template.conversation(
+                    document.text, document.origin, self._spec.messages_column, self._spec.chat_format
+                )
                 encoding = self._tokenizer.encode(text, add_special_tokens=False)
                 pieces.append(encoding.ids)
                 masks.append(_span_mask(encoding.offsets, spans))

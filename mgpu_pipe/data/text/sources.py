@@ -19,6 +19,7 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
+from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.labelled_row import row_of
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
@@ -171,7 +172,10 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
         row_of(data, line, origin)
         return
     row = files.json_row(line, origin)
-    names = {"chat_jsonl": ("messages_column",), "pairs_jsonl": ("source_column", "target_column")}
+    if data.source == "chat_jsonl":
+        messages_of(row, origin, data.messages_column, data.format)
+        return
+    names = {"pairs_jsonl": ("source_column", "target_column")}
     for name in names.get(data.source, ("text_column",)):
         column = getattr(data, name)
         if column not in row:
@@ -200,7 +204,7 @@ def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Pro
     column: dict[str, Any] = {
         "jsonl": data.text_column,
         "parquet": data.text_column,
-        "chat_jsonl": data.messages_column,
+        "chat_jsonl": data.messages_column if data.format == "auto" else [data.messages_column, data.format],
         "pairs_jsonl": [data.source_column, data.target_column],
     }
     kinds: dict[str, Literal["chat", "pairs"]] = {"chat_jsonl": "chat", "pairs_jsonl": "pairs"}

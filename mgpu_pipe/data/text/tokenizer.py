@@ -7,16 +7,16 @@ loads. Only the ``tokenizers`` library is used; ``tokenizer.json`` is the truth.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.hub import DATA, local_folder
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
 from mgpu_pipe.data.text import tokenizer_train
+from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compiled, no_template
 from mgpu_pipe.data.text.documents import Source
 from mgpu_pipe.data.text.encode import EncoderSpec
 from mgpu_pipe.data.text.tokenizer_folder import (
@@ -25,6 +25,7 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     TEMPLATE,
     TOKENIZER,
     chat_template,
+    existing_file,
     json_file,
     special_tokens,
     stop_tokens,
@@ -34,11 +35,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
-
 _BPE_VERSION = 2
-LARGEST_TEMPLATE = 1 << 20
-"""Bytes; real ones have some thousand."""
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 
 
@@ -88,8 +85,8 @@ def resolve_tokenizer(
         ConfigError, ModelFolderError: it is missing, broken, larger than the model's vocabulary, or without an
             end-of-sequence token.
     """
-    file = _existing_file(config)
-    template = _template_override(config)
+    file = existing_file(config)
+    template = chosen_template(config)
     if file is not None:
         info = _imported(config, file, template, cache)
     elif source is None:
@@ -114,39 +111,18 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
     if source.kind == "chat":
         template = chat_template(info.folder)
         if template is None:
-            raise _no_template(config)
-        _compiled(config, template, info.folder)
+            raise no_template(config)
+        compiled(config, template, info.folder)
     return EncoderSpec(
         tokenizer_file=str(info.folder / TOKENIZER),
         eos_token_id=info.eos_token_id,
         vocab_size=info.vocab_size,
         chat_template=template,
         messages_column=config.data.messages_column,
+        chat_format=config.data.format,
         special_tokens=special_tokens(info.folder),
         stop_tokens=stop_tokens(info.folder),
         pairs=source.kind == "pairs",
-    )
-
-
-def _existing_file(config: RunConfig) -> Path | None:
-    """The ``tokenizer.json`` to use, or None where one is to be made."""
-    chosen = config.data.tokenizer
-    if chosen != "auto":
-        path = local_folder(chosen, "data.tokenizer")
-        file = path / TOKENIZER if path.is_dir() else path
-        if not file.is_file():
-            reason = f"the folder has no {TOKENIZER}" if path.is_dir() else "no such file or folder"
-            raise ConfigError("data.tokenizer", chosen, f"give a folder with a {TOKENIZER}, or auto", reason)
-        return file
-    if not config.model.path:
-        return None
-    file = local_folder(config.model.path) / TOKENIZER
-    if file.is_file():
-        return file
-    if config.data.source == "synthetic":
-        return None
-    raise ModelFolderError(
-        f"model.path={config.model.path}: the folder has no {TOKENIZER}; set data.tokenizer to the model's tokenizer"
     )
 
 
@@ -180,6 +156,10 @@ def _check_fits(config: RunConfig, size: int) -> None:
         reason = f"the tokenizer uses all {size} ids, and objective.name={config.objective.name} takes the last one"
         raise ConfigError("objective.mask_token_id", "auto", "give the tokenizer's mask token", reason)
     if config.model.path and "vocab_size" not in config.model.config:
+        if config.data.chat_template in SPECIAL:
+            reason = f"the model has {model} rows, the tokenizer {size} entries with the template's tokens"
+            fix = f"add model.config.vocab_size={size}, which gives the model new rows"
+            raise ConfigError("data.chat_template", config.data.chat_template, fix, reason)
         raise ModelFolderError(
             f"model.path={config.model.path}: its vocabulary has {model} entries, but the tokenizer has {size}; "
             f"set data.tokenizer to the model's own"
@@ -215,8 +195,11 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
     return TokenizerInfo(folder, manifest["digest"], manifest["vocab_size"], manifest["eos_token_id"])
 
 
-def _imported(config: RunConfig, file: Path, template: str | None, cache: Path) -> TokenizerInfo:
-    """A copy of the tokenizer in ``file``'s folder, completed so that it loads by itself."""
+def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, cache: Path) -> TokenizerInfo:
+    """A copy of the tokenizer in ``file``'s folder, completed so that it loads by itself and has the template's tokens.
+
+    A token that it lacks gets the next free id.
+    """
     paths = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
     paths[TOKENIZER] = file
     # Read once: what is kept under a hash is what was hashed, whatever happens to the files meanwhile.
@@ -236,42 +219,65 @@ def _imported(config: RunConfig, file: Path, template: str | None, cache: Path) 
         if template is not None:
             settings.pop("chat_template", None)
             (out / "chat_template.json").unlink(missing_ok=True)
-            (out / TEMPLATE).write_text(template, encoding="utf-8")
+            (out / TEMPLATE).write_text(template.text, encoding="utf-8")
         write_json(out / CONFIG, settings)
+        _add_tokens(config, out / TOKENIZER, () if template is None else template.special)
 
-    return _built(cache, digest_of("imported", hashes, template), copy)
+    return _built(cache, digest_of("imported", hashes, *_of_template(template)), copy)
 
 
-def _trained(config: RunConfig, source: Source, template: str | None, cache: Path, progress: Progress) -> TokenizerInfo:
+def _of_template(template: ChosenTemplate | None) -> tuple[Any, ...]:
+    """What a tokenizer's name in the cache depends on."""
+    if template is None:
+        return (None,)
+    return (template.text, template.special) if template.special else (template.text,)
+
+
+def _add_tokens(config: RunConfig, file: Path, special: Sequence[str]) -> None:
+    tokenizer = _load(config, file)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    if not known.issuperset(special):
+        tokenizer.add_special_tokens(list(special))
+        tokenizer.save(str(file))
+
+
+def _trained(
+    config: RunConfig, source: Source, template: ChosenTemplate | None, cache: Path, progress: Progress
+) -> TokenizerInfo:
     size = _trained_vocab_size(config)
     if source.kind == "tokens":
         fix = "give the folder of the tokenizer that the ids come from"
         raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
     if source.kind == "chat" and template is None:
-        raise _no_template(config)
+        raise no_template(config)
     fraction = 0.0 if config.data.validation_paths else config.data.validation_fraction
-    compiled = _compiled(config, template) if template is not None and source.kind == "chat" else None
+    special = () if template is None else template.special
+    chat = compiled(config, template.text) if template is not None and source.kind == "chat" else None
 
     def pairs(again: bool) -> Iterator[tuple[str | bytes, str]]:
-        if compiled is None:
+        if chat is None:
             for document in source.documents():
                 both = document.text if document.target is None else f"{document.text}\n{document.target}"
                 yield document.split_key, both
             return
         for document in source.documents():
             # The tokenizers library asks again in a thread of its own, where no limit holds: the same as before.
-            text, _ = compiled.conversation(
-                document.text, document.origin, config.data.messages_column, rendered_before=again
+            text, _ = chat.conversation(
+                document.text, document.origin, config.data.messages_column, config.data.format, rendered_before=again
             )
+            for token in special:
+                text = text.replace(token, " ")
             yield document.text, text
 
     def train(out: Path) -> None:
         texts = tokenizer_train.training_texts(pairs(again=False), pairs(again=True), fraction, progress)
-        tokenizer_train.train_bpe(texts, size, out)
+        tokenizer_train.train_bpe(texts, size, out, special)
         if template is not None:
-            (out / TEMPLATE).write_text(template, encoding="utf-8")
+            (out / TEMPLATE).write_text(template.text, encoding="utf-8")
 
-    return _built(cache, digest_of("bpe", _BPE_VERSION, source.identity, fraction, size, template), train)
+    return _built(
+        cache, digest_of("bpe", _BPE_VERSION, source.identity, fraction, size, *_of_template(template)), train
+    )
 
 
 def _trained_vocab_size(config: RunConfig) -> int:
@@ -284,84 +290,7 @@ def _trained_vocab_size(config: RunConfig) -> int:
             "data.tokenizer=auto makes a tokenizer of the model's size",
         )
     if config.data.source != "synthetic":
-        tokenizer_train.check_bpe_size(size)
+        tokenizer_train.check_bpe_size(size, SPECIAL.get(str(config.data.chat_template), ()))
     elif size < 2:
         raise ConfigError("model.config.vocab_size", size, "use at least 2")
     return size - config.objective.reserved_ids()
-
-
-def _no_template(config: RunConfig) -> ConfigError:
-    return ConfigError(
-        "data.chat_template",
-        config.data.chat_template,
-        "give a Jinja file, or a data.tokenizer folder that has a chat template",
-        "data.source=chat_jsonl needs a chat template and the tokenizer has none",
-    )
-
-
-def _template_override(config: RunConfig) -> str | None:
-    """The text of ``data.chat_template``, compiled once to refuse what is not Jinja."""
-    chosen = config.data.chat_template
-    if chosen is None:
-        return None
-    path = Path(chosen).expanduser()
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError("data.chat_template", chosen, "give a Jinja file", "is no plain file")
-        with open(path, "rb") as file:
-            raw = file.read(LARGEST_TEMPLATE + 1)
-        text = raw.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("data.chat_template", chosen, "give a Jinja file", f"cannot be read: {error}") from error
-    if len(raw) > LARGEST_TEMPLATE:
-        raise ConfigError("data.chat_template", chosen, "give a chat template", "is larger than 1 MiB")
-    _compiled(config, text)
-    return text
-
-
-def _compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTemplate:
-    """The template, or the refusal of what is no Jinja or takes more than a template may.
-
-    Args:
-        folder: the tokenizer's, where the template is its.
-    """
-    from jinja2 import TemplateError
-
-    from mgpu_pipe.data.text.chat import ChatTemplate
-    from mgpu_pipe.data.text.template_limits import reason
-
-    try:
-        if folder is None:
-            end = tokenizer_train.END_OF_TEXT
-            return ChatTemplate(text, {"bos_token": end, "eos_token": end, "pad_token": end})
-        return ChatTemplate(text, special_tokens(folder), stop_tokens(folder))
-    except TemplateError as error:
-        if config.data.chat_template is not None:
-            raise ConfigError(
-                "data.chat_template", config.data.chat_template, "correct the template", reason(error)
-            ) from error
-        raise ConfigError(
-            "data.tokenizer",
-            config.data.tokenizer,
-            "give another chat template by data.chat_template",
-            f"its chat template cannot be used: {reason(error)}",
-        ) from error
-
-
-def check_chat(config: RunConfig) -> None:
-    """Refuse a chat template that is missing, broken, or cannot render the first conversation within its limits.
-
-    Raises:
-        ConfigError, DataError, ModelFolderError: what is wrong.
-    """
-    text, file = _template_override(config), _existing_file(config)
-    if text is None and file is not None:
-        text = chat_template(file.parent)
-    if text is None:
-        raise _no_template(config)
-    template = _compiled(config, text, file.parent if file is not None else None)
-    if config.data.paths[0].startswith(DATA):
-        return  # looked into once it is fetched
-    first = files.expand_paths(config.data.paths, "data.paths")[0]
-    line, origin, _ = next(files.read_lines(first))
-    template.conversation(line, origin, config.data.messages_column)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, read_bytes
-from mgpu_pipe.errors import ModelFolderError
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError, ModelFolderError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.text.chat import ChatTemplate
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
     "tokenizer.json",
@@ -29,6 +34,32 @@ FILES = (
 """Files that belong to a tokenizer; the last three are what older ones were kept in."""
 
 
+def existing_file(config: RunConfig) -> Path | None:
+    """The ``tokenizer.json`` to use, or None where one is to be made.
+
+    Raises:
+        ConfigError, ModelFolderError: it is missing.
+    """
+    chosen = config.data.tokenizer
+    if chosen != "auto":
+        path = local_folder(chosen, "data.tokenizer")
+        file = path / TOKENIZER if path.is_dir() else path
+        if not file.is_file():
+            reason = f"the folder has no {TOKENIZER}" if path.is_dir() else "no such file or folder"
+            raise ConfigError("data.tokenizer", chosen, f"give a folder with a {TOKENIZER}, or auto", reason)
+        return file
+    if not config.model.path:
+        return None
+    file = local_folder(config.model.path) / TOKENIZER
+    if file.is_file():
+        return file
+    if config.data.source == "synthetic":
+        return None
+    raise ModelFolderError(
+        f"model.path={config.model.path}: the folder has no {TOKENIZER}; set data.tokenizer to the model's tokenizer"
+    )
+
+
 def chat_template(folder: Path) -> str | None:
     """The chat template of a tokenizer folder, in any of the three places where transformers keeps it."""
     if (folder / TEMPLATE).is_file():
@@ -41,6 +72,26 @@ def chat_template(folder: Path) -> str | None:
             if isinstance(found, str):
                 return found
     return None
+
+
+def chat_of(folder: Path) -> ChatTemplate | None:
+    """The compiled chat template of a tokenizer folder, where it has one.
+
+    Raises:
+        ModelFolderError: it cannot be used.
+    """
+    source = chat_template(folder)
+    if source is None:
+        return None
+    from jinja2 import TemplateError
+
+    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.template_limits import reason
+
+    try:
+        return ChatTemplate(source, special_tokens(folder), stop_tokens(folder))
+    except TemplateError as error:
+        raise ModelFolderError(f"{folder}: its chat template cannot be used: {reason(error)}") from error
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,13 @@ _TRAINING_CHARACTERS = 256 << 20
 """Merges learned from more text than this do not change; larger corpora give a keyed share of their documents."""
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, special: Sequence[str] = ()) -> None:
     """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its tokenizer folder.
 
     The same texts give the same file, whatever the number of threads.
+
+    Args:
+        special: further tokens that are never cut, a chat template's.
 
     Raises:
         DataError: there is no text.
@@ -35,7 +38,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
@@ -77,15 +80,13 @@ def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int
     )
 
 
-def check_bpe_size(vocab_size: int) -> None:
-    """Refuse a vocabulary too small for the 256 bytes."""
-    if vocab_size < BYTE_LEVEL_MINIMUM:
-        raise ConfigError(
-            "model.config.vocab_size",
-            vocab_size,
-            f"use at least {BYTE_LEVEL_MINIMUM}",
-            "a byte-level tokenizer needs 256 bytes and an end-of-text token",
-        )
+def check_bpe_size(vocab_size: int, special: Sequence[str] = ()) -> None:
+    """Refuse a vocabulary too small for the 256 bytes and the ``special`` tokens."""
+    least = BYTE_LEVEL_MINIMUM + len(special)
+    if vocab_size < least:
+        reason = "a byte-level tokenizer needs 256 bytes and an end-of-text token"
+        reason += f", and the chat template {len(special)}" if special else ""
+        raise ConfigError("model.config.vocab_size", vocab_size, f"use at least {least}", reason)
 
 
 def training_texts(

@@ -1,0 +1,124 @@
+"""Which chat template a run uses: a shipped one by its name, a Jinja file, or the tokenizer's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_pipe.config.hub import DATA
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.data import files
+from mgpu_pipe.data.text import tokenizer_train
+from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
+from mgpu_pipe.errors import ConfigError
+
+LARGEST_TEMPLATE = 1 << 20
+"""Bytes; real ones have some thousand."""
+SPECIAL: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "deepseek": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+    "gemma3": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "mistral": ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+    "plain": (),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
+}
+"""The shipped templates, and the tokens that each writes round a turn. They are single ones in the run's tokenizer."""
+
+
+@dataclass(frozen=True)
+class ChosenTemplate:
+    """What ``data.chat_template`` names: the Jinja text, and the tokens that the tokenizer gets for it."""
+
+    text: str
+    special: tuple[str, ...] = ()
+
+
+def chosen_template(config: RunConfig) -> ChosenTemplate | None:
+    """The template that ``data.chat_template`` names, compiled once to refuse what is not Jinja; None: none is named.
+
+    Raises:
+        ConfigError: it cannot be read, or is no template.
+    """
+    chosen = config.data.chat_template
+    if chosen is None:
+        return None
+    if chosen in SPECIAL:
+        path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
+        return ChosenTemplate(path.read_text(encoding="utf-8"), SPECIAL[chosen])
+    path = Path(chosen).expanduser()
+    close = nearest(chosen, list(SPECIAL))
+    fix = f"did you mean {close}?" if close else f"give a Jinja file, or one of {', '.join(SPECIAL)}"
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError("data.chat_template", chosen, fix, "is no plain file")
+        with open(path, "rb") as file:
+            raw = file.read(LARGEST_TEMPLATE + 1)
+        text = raw.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("data.chat_template", chosen, fix, f"cannot be read: {error}") from error
+    if len(raw) > LARGEST_TEMPLATE:
+        raise ConfigError("data.chat_template", chosen, "give a chat template", "is larger than 1 MiB")
+    compiled(config, text)
+    return ChosenTemplate(text)
+
+
+def compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTemplate:
+    """The template, or the refusal of what is no Jinja or takes more than a template may.
+
+    Args:
+        folder: the tokenizer's, where the template is its.
+    """
+    from jinja2 import TemplateError
+
+    from mgpu_pipe.data.text.template_limits import reason
+
+    try:
+        if folder is None:
+            end = tokenizer_train.END_OF_TEXT
+            stops = SPECIAL.get(str(config.data.chat_template), ())
+            return ChatTemplate(text, {"bos_token": end, "eos_token": end, "pad_token": end}, stops)
+        return ChatTemplate(text, special_tokens(folder), stop_tokens(folder))
+    except TemplateError as error:
+        if config.data.chat_template is not None:
+            raise ConfigError(
+                "data.chat_template", config.data.chat_template, "correct the template", reason(error)
+            ) from error
+        raise ConfigError(
+            "data.tokenizer",
+            config.data.tokenizer,
+            "give another chat template by data.chat_template",
+            f"its chat template cannot be used: {reason(error)}",
+        ) from error
+
+
+def no_template(config: RunConfig) -> ConfigError:
+    return ConfigError(
+        "data.chat_template",
+        config.data.chat_template,
+        f"give one of {', '.join(SPECIAL)}, or a Jinja file",
+        f"data.source={config.data.source} needs a chat template and the tokenizer has none",
+    )
+
+
+def check_chat(config: RunConfig) -> None:
+    """Refuse a chat template that is missing, broken, or cannot render the first conversation within its limits.
+
+    Raises:
+        ConfigError, DataError, ModelFolderError: what is wrong.
+    """
+    chosen, tokenizer_file = chosen_template(config), existing_file(config)
+    text = None if chosen is None else chosen.text
+    if text is None and tokenizer_file is not None:
+        text = chat_template(tokenizer_file.parent)
+    if text is None:
+        raise no_template(config)
+    template = compiled(config, text, tokenizer_file.parent if tokenizer_file is not None else None)
+    if config.data.paths[0].startswith(DATA):
+        return  # looked into once it is fetched
+    first = files.expand_paths(config.data.paths, "data.paths")[0]
+    line, origin, _ = next(files.read_lines(first))
+    template.conversation(line, origin, config.data.messages_column, config.data.format)
