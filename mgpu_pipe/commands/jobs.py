@@ -41,6 +41,7 @@ class Job:
         where: its nodes, or in brackets why it waits.
         limit_s: until the job's time limit.
         end_s: until the run's last step, at the speed of the one taken last.
+        log: what its tasks print.
     """
 
     job: str
@@ -49,6 +50,7 @@ class Job:
     limit_s: float
     end_s: float
     run: Listed
+    log: Path
 
 
 def jobs(words: list[str]) -> int:
@@ -78,7 +80,7 @@ def jobs(words: list[str]) -> int:
     if arguments.what == "follow":
         return _follow(arguments.run)
     for name in arguments.run:
-        job = _job(name)
+        job, _ = _job(name)
         ask(["scancel", job] if arguments.what == "cancel" else ["scontrol", "requeue", job])
         print(f"{'cancelled' if arguments.what == 'cancel' else 'queued again'}: {job}")
     return EXIT_OK
@@ -101,7 +103,8 @@ def queued(*, ended: bool = False) -> list[Job]:
         going = state == "RUNNING"
         ahead = run.max_steps - run.step
         end_s = ahead * run.step_s if going and run.max_steps else math.nan
-        found.append(Job(job, state, where, seconds(left) if going else math.nan, end_s, run))
+        limit_s = seconds(left) if going else math.nan
+        found.append(Job(job, state, where, limit_s, end_s, run, log_of(Path(comment), job)))
     return found
 
 
@@ -168,30 +171,34 @@ def _cells(one: Job) -> tuple[str, ...]:
     )
 
 
-def _job(name: str) -> str:
-    """The job of a run's or sweep's folder; a number is one.
+def _job(name: str) -> tuple[str, Path | None]:
+    """The job that a folder or a number names, and its log; None for a sweep's array.
 
     Raises:
         RunFolderError: the folder was never submitted.
     """
-    if name.replace("_", "").isdigit() and not Path(name).exists():
-        return name
-    job = job_of(Path(name).expanduser())
-    if not job:
-        raise RunFolderError(f"{name}: was not submitted to SLURM, and is no job's number; mgpu-pipe jobs lists those")
-    return job
+    folder = Path(name).expanduser().absolute()
+    job = job_of(folder)
+    if job:
+        return job, log_of(folder, job) if is_run_folder(folder) else None
+    there = folder.exists()
+    known = queued(ended=True) if there or name.replace("_", "").isdigit() else []
+    found = next((one for one in known[::-1] if (one.run.folder == folder if there else one.job == name)), None)
+    if found is None:
+        raise RunFolderError(
+            f"{name}: no folder or job that SLURM knows was submitted by this program; see mgpu-pipe jobs"
+        )
+    return found.job, found.log
 
 
 def _follow(names: Sequence[str]) -> int:
     """Become ``tail``, which ends with Ctrl-C; the logs of jobs that wait are not there yet."""
     logs = []
     for name in names:
-        job, folder = _job(name), Path(name).expanduser()
-        if not folder.exists():
-            folder = next((one.run.folder for one in queued(ended=True) if one.job == job), folder)
-        if not is_run_folder(folder):
-            raise RunFolderError(f"{name}: leads to no run's folder, whose output could be followed")
-        logs.append(str(log_of(folder, job)))
+        _, log = _job(name)
+        if log is None:
+            raise RunFolderError(f"{name}: is a sweep's; follow one of its runs, which mgpu-pipe jobs lists")
+        logs.append(str(log))
     command = ["tail", "--lines=+1", "--follow=name", "--retry", *logs]
     os.execvp(command[0], command)
 

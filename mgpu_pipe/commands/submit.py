@@ -38,7 +38,7 @@ def submit(words: list[str]) -> int:
         return EXIT_OK
 
     if "-m" in words or "--multirun" in words:
-        raise BadInputError("mgpu-pipe submit: submits one run; give each point of a sweep a line of its own")
+        raise BadInputError("mgpu-pipe submit: submits one run; for a sweep use mgpu-pipe -m hydra/launcher=slurm ...")
     return composed("submit [--dry-run]", DESCRIPTION, [word for word in words if word != DRY_RUN], job)
 
 

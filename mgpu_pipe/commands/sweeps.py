@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mgpu_pipe.commands.report import PORT
 from mgpu_pipe.config.arguments import VerbParser, count, parse, positive_int
 from mgpu_pipe.config.schema import RunOptions
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError
+from mgpu_pipe.launch.slurm_submitted import ask, job_of
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.rows import print_columns, print_rows
 from mgpu_pipe.runs.lock import boot_id
@@ -206,6 +208,9 @@ def _extend(store: Store, more: list[str]) -> int:
 
 
 def _cancel(store: Store, more: list[str]) -> int:
+    if job := job_of(store.folder):
+        with suppress(BadInputError):  # SLURM has forgotten it; a job that starts later finds its point cancelled
+            ask(["scancel", job])
     for point in store.points():
         if point.status in GOES_ON:
             store.change(point, status=CANCELLED)

@@ -16,7 +16,7 @@ from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.interpolation import plain_values
 from mgpu_pipe.config.plugins import installed_modules_alone
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -81,30 +81,46 @@ def compose_in(hydra: Any, overrides: list[str], config_name: str = CONFIG_NAME)
         config_name: primary configuration (Hydra's ``--config-name``).
     """
     good, errors = preprocess(hydra, overrides, config_name)
+    composed = compose_raw(hydra, good, config_name)
+    mode = composed.hydra.mode
+    made = from_composed(composed, task_overrides(good), composed.hydra.runtime)
+    made.errors[:0] = errors
+    made.multirun = mode is not None and mode.name == "MULTIRUN"
+    return made
+
+
+def compose_raw(hydra: Any, good: list[str], config_name: str) -> DictConfig:
+    """What Hydra composes of overrides that :func:`preprocess` let pass, as it is."""
     with composition_errors():
-        composed = hydra.compose_config(
+        composed: DictConfig = hydra.compose_config(
             config_name=config_name,
             overrides=good,
             run_mode=_run_mode(),
             from_shell=False,
             with_log_configuration=False,
         )
-    mode = composed.hydra.mode
-    typed = [item for item in good if not item.lstrip("+~").startswith("hydra")]
-    made = from_composed(composed, typed, composed.hydra.runtime)
-    made.errors[:0] = errors
-    made.multirun = mode is not None and mode.name == "MULTIRUN"
-    return made
+    return composed
+
+
+def task_overrides(good: Sequence[str]) -> list[str]:
+    """Those that are not of Hydra's own."""
+    return [item for item in good if not item.lstrip("+~").startswith("hydra")]
 
 
 def from_composed(composed: DictConfig, overrides: list[str], runtime: Any) -> Composition:
     """Resolve and type a configuration that Hydra composed; ``runtime`` is its node ``hydra.runtime``."""
-    values, unresolved = plain_values(composed)
+    return of_values(*plain_values(composed), overrides, own_options(runtime))
+
+
+def of_values(
+    values: dict[str, Any], unresolved: Sequence[ConfigError], overrides: Sequence[str], own: list[str]
+) -> Composition:
+    """Type the plain values of a configuration; ``unresolved`` are the errors of those that are missing."""
     named = {error.key for error in unresolved}
     config, errors = convert(RunConfig, values)
     shown = [override.removeprefix("++") for override in overrides]  # put there by check_overrides, as it would again
     told = [*unresolved, *(error for error in errors if _key(error) not in named)]
-    return Composition(config, shown, told, own=own_options(runtime))
+    return Composition(config, shown, told, own=own)
 
 
 def _key(error: BadInputError) -> str:

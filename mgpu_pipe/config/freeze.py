@@ -23,13 +23,25 @@ HEADER = "# The run's configuration, composed once; every worker reads it from h
 HASH_LENGTH = 16
 
 
-def freeze(config: RunConfig, path: Path) -> None:
-    """Write ``config`` as YAML, whole or not at all.
+def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
+    """Write ``config`` as YAML, whole or not at all; ``flush``: it is on the disk on return.
 
     Texts of the environment (``${oc.env:...}``) are written as the interpolation, never as their value.
     """
-    text = HEADER + yaml.safe_dump(escaped(_with_interpolations(config)), sort_keys=False, allow_unicode=True)
-    replace_file(path, text, flush=True)
+    sections = escaped(_with_interpolations(config))
+    text = "".join(_written(name, repr(value), value) for name, value in sections.items())
+    replace_file(path, HEADER + text, flush=flush)
+
+
+def _written(name: str, key: str, value: object) -> str:
+    """A section as YAML; the points of a sweep have most in common."""
+    text = _sections.get((name, key))
+    if text is None:
+        text = _sections[name, key] = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True)
+    return text
+
+
+_sections: dict[tuple[str, str], str] = {}
 
 
 def load(path: Path) -> RunConfig:

@@ -6,7 +6,7 @@ import argparse
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ class SweepWords:
         values: for each key that is swept the overrides that set it, or the one of a range of values.
         flags: Hydra's arguments that say which configurations there are.
         plain: whether Hydra's own sweeper and launcher are chosen, and no callbacks; else Hydra is to run the sweep.
+        launcher: the option of ``hydra/launcher``.
     """
 
     config: RunConfig
@@ -46,6 +47,7 @@ class SweepWords:
     values: dict[str, list[str] | Override]
     flags: list[str]
     plain: bool
+    launcher: str
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -124,14 +126,17 @@ def _as_override(message: str) -> str | None:
 
 def compose_one(parsed: argparse.Namespace) -> Composition:
     """Compose the one job of a command line; its errors are in the result."""
-    return next(compose_each(parsed, [parsed.overrides]))
+    return next(compose_each(parsed, [[]]))
 
 
-def compose_each(parsed: argparse.Namespace, jobs: Iterable[list[str]]) -> Iterator[Composition]:
-    """Compose jobs by their overrides; ``parsed`` says which configurations there are. Errors are in the results."""
+def compose_each(parsed: argparse.Namespace, points: Iterable[Sequence[str]]) -> Iterator[Composition]:
+    """Compose jobs, each of ``parsed.overrides`` and a point's own. Errors are in the results."""
+    from mgpu_pipe.config.compose_points import PointComposer
+
     with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:
-        for overrides in jobs:
-            made = compose.compose_in(hydra, overrides, _name(parsed))
+        composer = PointComposer(hydra, parsed.overrides, _name(parsed))
+        for point in points:
+            made = composer.compose(point)
             made.flags = _flags(parsed)
             yield made
 
@@ -203,7 +208,8 @@ def read_sweep(parsed: argparse.Namespace) -> SweepWords:
             )
             fixed, values = split_sweep(good, chosen.sweeper, hydra.config_loader)
         config = compose.from_composed(composed, [], chosen.runtime).config
-        return SweepWords(config, fixed, values, _flags(parsed), plain and not chosen.callbacks)
+        launcher = str(chosen.runtime.choices.get("hydra/launcher"))
+        return SweepWords(config, fixed, values, _flags(parsed), plain and not chosen.callbacks, launcher)
 
 
 def split_sweep(

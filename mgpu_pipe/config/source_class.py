@@ -63,6 +63,7 @@ class Signature:
     """As they are written, of the arguments that have one."""
 
 
+@functools.lru_cache(maxsize=1024)
 def find_class(dotted: str) -> SourceClass:
     """The definition that a dotted path to a class leads to.
 
@@ -207,6 +208,7 @@ def _nested(module: str, parts: list[str]) -> SourceClass:
     return outer
 
 
+@functools.lru_cache(maxsize=1024)
 def _attribute(module: str, name: str, depth: int) -> SourceClass:
     """What ``name`` is in ``module``."""
     if depth > MAX_DEPTH:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.launch.node_check import BAD_NODES
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script, gpus_per_node
-from mgpu_pipe.launch.slurm_submitted import job_of, keep_job, log_of, said
+from mgpu_pipe.launch.slurm_submitted import POINTS, job_of, keep_job, log_of, said
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
 from mgpu_pipe.runs.continue_line import Asked
@@ -128,7 +127,7 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
             raise ConfigError(
                 "trainer.max_steps", config.trainer.max_steps, "raise it to go on", "this run is complete"
             )
-        _refuse_queued(paths)
+        refuse_queued(paths.root)
         folder = record.begin(folder, config, asked.overrides, asked.command)
         try:
             with run_folder.writing_to(paths.root):
@@ -143,14 +142,14 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
     return Submitted(job, paths.root)
 
 
-def write_script(config: RunConfig, folder: Path, command: Sequence[str], array: int = 0) -> Path:
-    """Write :func:`batch_script` into ``folder``.
+def write_script(config: RunConfig, folder: Path, command: Sequence[str], name: str = "", array: int = 0) -> Path:
+    """Write :func:`batch_script` into ``folder``; the job's name is by default the run's.
 
     Raises:
         ConfigError: bash cannot read it, because of a set-up line.
     """
     script = folder / SCRIPT
-    script.write_text(batch_script(config, folder, config.run.name, command, array), encoding="utf-8")
+    script.write_text(batch_script(config, folder, name or config.run.name, command, array), encoding="utf-8")
     script.chmod(0o755)
     read = subprocess.run(["bash", "-n", str(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if read.returncode:
@@ -160,8 +159,8 @@ def write_script(config: RunConfig, folder: Path, command: Sequence[str], array:
     return script
 
 
-def sbatch(config: RunConfig, script: Path) -> str:
-    """Submit; returns the job's number.
+def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
+    """Submit; returns the job's number. ``options`` come before those that the script names.
 
     Raises:
         ConfigError: SLURM refuses it, with the key that it speaks of.
@@ -170,7 +169,11 @@ def sbatch(config: RunConfig, script: Path) -> str:
     # what an enclosing job says of itself is not for this one
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
     done = subprocess.run(
-        ["sbatch", "--parsable", str(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment
+        ["sbatch", "--parsable", *options, str(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     if done.returncode == 0:
         return done.stdout.strip().partition(";")[0]
@@ -193,9 +196,9 @@ def _asked_gpus(config: RunConfig) -> int:
     return gpus_per_node(config, config.launch)
 
 
-def _refuse_queued(paths: RunPaths) -> None:
-    """A run has one job at a time."""
-    job = job_of(paths.root)
+def refuse_queued(folder: Path) -> None:
+    """A run has one job at a time, a sweep one array."""
+    job = job_of(folder)
     if not job:
         return
     queued = subprocess.run(
@@ -206,4 +209,5 @@ def _refuse_queued(paths: RunPaths) -> None:
     )
     states = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED", "RESIZING"}
     if queued.returncode == 0 and states & set(queued.stdout.split()):
-        raise BadInputError(f"{paths.root}: this run is queued or running as job {job}; cancel it first: scancel {job}")
+        what = "sweep" if (folder / POINTS).exists() else "run"
+        raise BadInputError(f"{folder}: this {what} is queued or running as job {job}; cancel it first: scancel {job}")

@@ -9,14 +9,19 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mgpu_pipe.launch import stop
 
 
-def main(folder: Path) -> int:
-    """Run, or go on with, the run in ``folder``; returns the exit code."""
+def main(folder: Path, again: Sequence[str] = ()) -> int:
+    """Run, or go on with, the run in ``folder``; returns the exit code.
+
+    Args:
+        again: the command that queues it again; by default the script in its folder.
+    """
     stop.leave_until_a_run_begins()
     from mgpu_pipe.config.threads import limit_threads
 
@@ -24,13 +29,13 @@ def main(folder: Path) -> int:
     from mgpu_pipe.errors import MgpuError, print_error
 
     try:
-        return _run(folder)
+        return _run(folder, again)
     except MgpuError as error:
         print_error(error)
         return error.exit_code
 
 
-def _run(folder: Path) -> int:
+def _run(folder: Path, again: Sequence[str]) -> int:
     from mgpu_pipe.checks.preflight import preflight
     from mgpu_pipe.config.freeze import load
     from mgpu_pipe.config.paths import RunPaths
@@ -60,7 +65,7 @@ def _run(folder: Path) -> int:
     asked = Asked(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
         command=[str(word) for word in _listed(recorded(folder).get("command"))],
-        again=["sbatch", str(folder / SCRIPT)],
+        again=again or ["sbatch", str(folder / SCRIPT)],
     )
     return launch(config, asked).exit_code
 

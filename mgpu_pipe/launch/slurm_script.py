@@ -10,8 +10,10 @@ from pathlib import Path
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
+from mgpu_pipe.launch.slurm_submitted import POINTS
 
-JOB = "mgpu_pipe.launch.slurm_job"
+JOB, POINT_JOB = "mgpu_pipe.launch.slurm_job", "mgpu_pipe.sweep.slurm_point"
+"""What a task runs: a run, or a point of a sweep, which the sweep's store hears of."""
 WARNING = "USR1"
 """The warning goes to the tasks of the step, not to the shell (``B:`` would mean that): they save and end."""
 AFTER = """\
@@ -19,11 +21,11 @@ code=$?
 # 75: stopped after saving, or worth another try; above 128: ended by a signal
 if [ $code -eq 75 ] || [ $code -gt 128 ]; then
     trap '' TERM  # the shell outlives its job for a moment
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        echo "error: SLURM does not requeue this job; go on with: sbatch $run/job.sh" >&2
+    if ! scontrol requeue "{job}"; then
+        echo "error: SLURM does not requeue this job; go on with: {again}" >&2
     elif [ -s "$run/bad_nodes.txt" ]; then  # nodes that failed the check before the start
         nodes=$(cut -d' ' -f1 "$run/bad_nodes.txt" | paste -sd,)
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$nodes{exclude}"
+        scontrol update JobId="{job}" ExcNodeList="$nodes{exclude}"
     fi
 fi
 exit $code"""
@@ -38,13 +40,24 @@ def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence
         folder: the run's; of an array, the one whose file ``points.txt`` names the run folders, a line each.
         name: of the job.
         submitted: the command that made it, for the reader.
-        array: points of the sweep; 0 is one run.
+        array: points of the sweep; 0 is one run. The number of an array's last job is the array's own, which stands
+            for all of its jobs, so that a point's job is called by its place.
     """
     launch = config.launch
     assert isinstance(launch, SlurmConfig)
     options = [*_wanted(config, launch, folder, name, array), *launch.sbatch]
     python = shlex.quote(launch.python or ("python3" if launch.container else sys.executable))
-    run = f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / "points.txt"))})'
+    sweep = shlex.quote(str(folder))
+    run = f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / POINTS))})'
+    words = {
+        "{job}": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID",
+        "{again}": "sbatch --array=$SLURM_ARRAY_TASK_ID $sweep/job.sh" if array else "sbatch $run/job.sh",
+        "{exclude}": f",{launch.exclude}" if launch.exclude else "",
+    }
+    task = f'{POINT_JOB} "$run" "$sweep"' if array else f'{JOB} "$run"'
+    after = AFTER
+    for word, text in words.items():
+        after = after.replace(word, text)
     step = ["srun", *_step_options(config, launch, folder), *launch.srun]
     inside = _container(launch, folder)
     lines = [
@@ -53,9 +66,9 @@ def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence
         *(f"#SBATCH {option}" for option in options),
         "",
         *launch.setup,
-        run if array else f"run={shlex.quote(str(folder))}",
-        f'{shlex.join(step)} {inside}{python} -m {JOB} "$run"',
-        *AFTER.replace("{exclude}", f",{launch.exclude}" if launch.exclude else "").splitlines(),
+        *([f"sweep={sweep}", run] if array else [f"run={sweep}"]),
+        f"{shlex.join(step)} {inside}{python} -m {task}",
+        *after.splitlines(),
         "",
     ]
     return "\n".join(lines)

@@ -68,9 +68,9 @@ def describe_environment(
     }
 
 
-def write_environment(path: Path, environment: dict[str, object]) -> None:
+def write_environment(path: Path, environment: dict[str, object], *, flush: bool = True) -> None:
     """Whole or not at all: a launch that is killed here must not lose when the run was begun."""
-    replace_file(path, json.dumps(environment, indent=2) + "\n", flush=True)
+    replace_file(path, json.dumps(environment, indent=2) + "\n", flush=flush)
 
 
 def _version(package: str) -> str:

@@ -68,7 +68,9 @@ class RunFolder:
             self.paths.root.rmdir()
 
 
-def choose_folder(config: RunConfig, restart_of: str = "", swept: Sequence[str] = ()) -> RunFolder:
+def choose_folder(
+    config: RunConfig, restart_of: str = "", swept: Sequence[str] = (), *, flush: bool = True
+) -> RunFolder:
     """Choose, and make if need be, the folder that ``run.*`` and ``checkpoint.resume`` ask for.
 
     ``checkpoint.resume=auto`` without ``run.dir`` takes the newest run of this name with this configuration's
@@ -77,6 +79,7 @@ def choose_folder(config: RunConfig, restart_of: str = "", swept: Sequence[str] 
     Args:
         restart_of: names the launch whose workers were started again by another program; its folder is continued.
         swept: the overrides by which this point of a sweep differs from the others.
+        flush: whether a new folder is on the disk on return.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -97,7 +100,7 @@ def choose_folder(config: RunConfig, restart_of: str = "", swept: Sequence[str] 
             return RunFolder(RunPaths(unborn.absolute()), goes_on=False, created=True, note=note)
     if own is not None:
         return RunFolder(RunPaths(own.absolute()), goes_on=True, created=False)
-    return RunFolder(RunPaths(_new_folder(runs, digits)), goes_on=False, created=True, note=note)
+    return RunFolder(RunPaths(_new_folder(runs, digits, flush=flush)), goes_on=False, created=True, note=note)
 
 
 def settle(folder: RunFolder, config: RunConfig, alone: Sequence[str] = (), restart: bool = False) -> RunFolder:
@@ -199,7 +202,7 @@ def _given_folder(root: Path) -> RunFolder:
     return RunFolder(paths, goes_on=paths.config.is_file(), created=not existed)
 
 
-def _new_folder(runs: Path, digits: str) -> Path:
+def _new_folder(runs: Path, digits: str, *, flush: bool) -> Path:
     """``<date>_<time>-<hash of the mathematics>``, with a number after it where another run has taken that name."""
     _make(runs, exist_ok=True)
     name = f"{time.strftime(STAMP)}-{digits}"
@@ -207,17 +210,17 @@ def _new_folder(runs: Path, digits: str) -> Path:
     while True:
         folder = runs.absolute() / (name if number == 1 else f"{name}-{number}")
         try:
-            _make(folder, exist_ok=False)
+            _make(folder, exist_ok=False, flush=flush)
         except FileExistsError:
             number += 1
         else:
             return folder
 
 
-def _make(folder: Path, *, exist_ok: bool) -> None:
+def _make(folder: Path, *, exist_ok: bool, flush: bool = True) -> None:
     try:
         if not folder.exists():
-            files.make_folders(folder)
+            (files.make_folders if flush else Path.mkdir)(folder)
         elif not (exist_ok and folder.is_dir()):
             raise FileExistsError(folder)
     except FileExistsError:

@@ -28,7 +28,14 @@ CLOCK_STEP_S = 0.001
 
 
 def begin(
-    folder: RunFolder, config: RunConfig, overrides: Sequence[str], command: Sequence[str], launch: str = ""
+    folder: RunFolder,
+    config: RunConfig,
+    overrides: Sequence[str],
+    command: Sequence[str],
+    launch: str = "",
+    *,
+    dated: float = 0.0,
+    flush: bool = True,
 ) -> RunFolder:
     """Make the folder this run's, before anything else is done: when it was begun, with what, and its configuration.
 
@@ -36,6 +43,8 @@ def begin(
 
     Args:
         launch: names the launch whose workers another program may start again.
+        dated: when the run was begun, for one of many; 0: now, but later than every other run of its name.
+        flush: whether all is on the disk on return.
     """
     if folder.goes_on:
         return folder
@@ -48,12 +57,12 @@ def begin(
         stamp: dict[str, object] = {"started": now, "command": list(command), "folder": os.getcwd(), "launch": launch}
         if config.checkpoint.resume not in ("none", "auto"):
             stamp[STARTS_FROM] = str(Path(config.checkpoint.resume).expanduser().absolute())
-        _record_environment(paths, config, stamp)
+        _record_environment(paths, config, stamp, dated, flush=flush)
         _write_overrides(paths, overrides)
-        freeze(config, paths.config)
-        for written in (paths.overrides, paths.config):
-            files.sync_file(written)
-        files.sync_folder(paths.root)
+        freeze(config, paths.config, flush=flush)
+        if flush:
+            files.sync_file(paths.overrides)
+            files.sync_folder(paths.root)
     return replace(folder, began=began)
 
 
@@ -96,14 +105,16 @@ def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
     paths.overrides.write_text("".join(f"{override}\n" for override in overrides), encoding="utf-8")
 
 
-def _record_environment(paths: RunPaths, config: RunConfig, environment: Mapping[str, object]) -> None:
-    created = begun(paths.root) or _later_than_others(paths, float(str(environment["started"])), config)
+def _record_environment(
+    paths: RunPaths, config: RunConfig, environment: Mapping[str, object], dated: float = 0.0, *, flush: bool = True
+) -> None:
+    created = dated or begun(paths.root) or later_than_others(paths, float(str(environment["started"])), config)
     told = {"strategy": config.strategy.name, "tags": config.run.tags, "max_steps": config.trainer.max_steps}
     run = {"name": config.run.name, **told}
-    write_environment(paths.environment, {**environment, "created": created, RUN: run})
+    write_environment(paths.environment, {**environment, "created": created, RUN: run}, flush=flush)
 
 
-def _later_than_others(paths: RunPaths, now: float, config: RunConfig) -> float:
+def later_than_others(paths: RunPaths, now: float, config: RunConfig) -> float:
     """``now``, but later than every other run of this name, also where the clock was set back since."""
     if config.run.dir is not None:
         return now

@@ -49,8 +49,15 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
 
     if joined():
         raise BadInputError("-m: a world that torchrun or srun started trains one run; start a world for each")
+    on_slurm = "hydra/launcher=slurm" in parsed.overrides
+    if on_slurm and not any(word.lstrip("+").startswith("launch=") for word in parsed.overrides):
+        parsed.overrides.append("launch=slurm")
     asked = hydra_cli.read_sweep(parsed)
     record = recorded(asked, words)
+    if asked.plain and asked.launcher == "slurm":
+        from mgpu_pipe.sweep.slurm_array import submit_sweep
+
+        return submit_sweep(asked, record, ["mgpu-pipe", *words])
     if not asked.plain:
         return _by_hydra(parsed, create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record))
     for word in words:
@@ -241,7 +248,7 @@ def errors_by_point(
     """What is wrong with each point that cannot run, by its place."""
     points = [list(overrides) for runs in trials for overrides in runs]
     parsed = parsed_again(flags, fixed)
-    composed = hydra_cli.compose_each(parsed, ([*parsed.overrides, *point] for point in points))
+    composed = hydra_cli.compose_each(parsed, points)
     return {at: errors for at, made in enumerate(composed) if (errors := errors_of(made))}
 
 

@@ -87,11 +87,14 @@ class Store:
         one_host = self.asked.get("kind") != "files"
         return [seen(from_record(record), one_host) for record in self._points.all()]
 
-    def add(self, trials: Iterable[Sequence[Sequence[str]]], after: int | None = None) -> list[Point]:
+    def add(
+        self, trials: Iterable[Sequence[Sequence[str]]], after: int | None = None, folders: Sequence[str] = ()
+    ) -> list[Point]:
         """Add points; each trial is a list of its runs' overrides.
 
         Args:
             after: number of the last point there is; where another process has added some since, nothing is added.
+            folders: of the runs, where they are there already.
         """
         wanted = [list(runs) for runs in trials]
         while True:
@@ -102,6 +105,8 @@ class Store:
             for runs in wanted:
                 trial = first + len(made)
                 made += [Point(trial + at, tuple(overrides), trial) for at, overrides in enumerate(runs)]
+            if folders:
+                made = [replace(point, folder=folder) for point, folder in zip(made, folders, strict=True)]
             with writing(self.folder):
                 if self._points.add([as_record(point) for point in made]):
                     return made

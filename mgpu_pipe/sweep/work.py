@@ -65,6 +65,10 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
     """
     from mgpu_pipe.sweep import parallel
 
+    if store.asked.get("launcher") == "slurm":
+        from mgpu_pipe.sweep.slurm_array import submit_left
+
+        return submit_left(store, command, numbers)
     if store.asked["parallel"] > 1 and not parallel.is_worker():
         parallel.work_together(store, numbers)
         return conclude(store)
@@ -140,16 +144,16 @@ def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = (
         first = next(iter(store.asked["rungs"]), 0)
         for point in points:
             wanted = point.status in GOES_ON and point.number not in tried and (not numbers or point.number in numbers)
-            if wanted and (taken := _take(store, point, budget=point.budget or first)) is not None:
+            if wanted and (taken := take(store, point, budget=point.budget or first)) is not None:
                 return taken
         if numbers:
             return None
         for point, budget in _promoted(store, points):
-            if (taken := _take(store, point, budget=budget)) is not None:
+            if (taken := take(store, point, budget=budget)) is not None:
                 return taken
         if store.asked["search"] == "grid" or len({point.trial for point in points}) >= store.asked["trials"]:
             last = _best_paused(store, points)
-            return None if last is None else _take(store, last[0], budget=last[1])
+            return None if last is None else take(store, last[0], budget=last[1])
         chosen = suggest(
             store.asked["search"],
             from_record(store.asked["space"]),
@@ -213,7 +217,7 @@ def _awaits_others(store: Store, numbers: Collection[int]) -> bool:
     return pruning and any(point.status == RUNNING for point in store.points())
 
 
-def _take(store: Store, point: Point, budget: int = 0) -> Point | None:
+def take(store: Store, point: Point, budget: int = 0) -> Point | None:
     """Make a point this process's; None where another process was faster."""
     attempts, now = point.attempts + 1, time.time()
     return store.change(point, status=RUNNING, owner=me(), attempts=attempts, begun=now, reason="", budget=budget)
@@ -233,7 +237,7 @@ def _run(store: Store, point: Point, command: Sequence[str]) -> int:
 def run_composed(store: Store, point: Point, composition: Composition, command: Sequence[str]) -> int:
     """Run a point, in its own folder where it has one already, and record its end; returns the exit code."""
     if point.status != RUNNING:
-        point = _take(store, point) or point
+        point = take(store, point) or point
     run_begins()
     if point.folder:
         composition.config.run.dir, composition.config.checkpoint.resume = point.folder, "auto"
@@ -255,16 +259,26 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     run_ended(asked_to_stop=result.asked_to_stop)
     if point.folder != str(result.folder):
         chosen(result.folder)
-    summary = read_summary(RunPaths(result.folder))
-    short = _killed_for_memory() > memory
-    status, reason = outcome(result.exit_code, summary, short, store.asked.get("diverged_above"))
+    return ended(store, point, result.exit_code, time.monotonic() - began, _killed_for_memory() > memory)
+
+
+def ended(store: Store, point: Point, code: int, wall_s: float, short: bool = False) -> int:
+    """Record how a launch of a point's run ended; returns the exit code.
+
+    Args:
+        code: exit code of the launch, which took ``wall_s`` seconds.
+        short: the kernel killed a process for its memory meanwhile.
+    """
+    paths = RunPaths(Path(point.folder))
+    summary = read_summary(paths)
+    status, reason = outcome(code, summary, short, store.asked.get("diverged_above"))
     if summary and summary.get("status") != status and status in (DIVERGED, OUT_OF_MEMORY):
-        _say_in_run(RunPaths(result.folder), status=status, reason=reason)
-    code = result.exit_code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
+        _say_in_run(paths, status=status, reason=reason)
+    code = code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
     if status == FINISHED and point.budget:
         point, status = _at_rung(store, point, summary)
-    metrics = {**_figures(summary), **_speed(RunPaths(result.folder))}
-    _end(store, point, status, code, reason, {**summary, "metrics": metrics}, time.monotonic() - began)
+    metrics = {**_figures(summary), **_speed(paths)}
+    _end(store, point, status, code, reason, {**summary, "metrics": metrics}, wall_s)
     return EXIT_STOPPED if status == STOPPED else code
 
 

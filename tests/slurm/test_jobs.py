@@ -73,7 +73,7 @@ def test_jobs_are_listed_followed_queued_again_and_cancelled(
     ("words", "said"),
     [
         (["cancel"], "say which run"),
-        (["requeue", "nowhere"], "nowhere: was not submitted to SLURM, and is no job's number"),
+        (["requeue", "nowhere"], "nowhere: no folder or job that SLURM knows"),
         (["list", "a"], "lists all"),
         ([], "squeue: there is none on this machine"),
     ],

@@ -173,7 +173,7 @@ def test_submit_wants_a_scheduler_and_one_run() -> None:
     words = ["model=llama_tiny", "trainer.max_steps=1"]
     with pytest.raises(ConfigError, match=r"launch.type=local: .*; use launch=slurm or launch=torchrun"):
         submit(words)
-    with pytest.raises(BadInputError, match=r"submits one run; give each point of a sweep a line of its own"):
+    with pytest.raises(BadInputError, match=r"submits one run; for a sweep use mgpu-pipe -m hydra/launcher=slurm"):
         submit([*words, "launch=slurm", "-m", "seed=1,2"])
 
 

@@ -1,0 +1,47 @@
+"""A task of a job of a sweep's array: ``srun python -m mgpu_pipe.sweep.slurm_point <run folder> <sweep's folder>``.
+
+As :mod:`mgpu_pipe.launch.slurm_job`, and the first task tells the sweep's store how the run begins and ends. A job that
+is killed leaves its point without a living owner, so that it counts as interrupted until the job is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from mgpu_pipe.launch import slurm_job, stop
+
+
+def main(folder: Path, sweep: Path) -> int:
+    """Run, or go on with, the run in ``folder``; returns the exit code."""
+    stop.leave_until_a_run_begins()
+    again = ["sbatch", f"--array={os.environ['SLURM_ARRAY_TASK_ID']}", str(sweep / "job.sh")]
+    if os.environ.get("SLURM_PROCID") != "0":
+        return slurm_job.main(folder, again)
+    from mgpu_pipe.errors import EXIT_OK, BadInputError, print_error
+    from mgpu_pipe.sweep.point import CANCELLED
+    from mgpu_pipe.sweep.store import Store
+    from mgpu_pipe.sweep.work import ended, take
+
+    try:
+        store = Store(sweep)
+        point = next(point for point in store.points() if point.folder == str(folder))
+        if point.status == CANCELLED:
+            print(f"run {point.number} was cancelled; mgpu-pipe sweeps retry {sweep} brings it back", file=sys.stderr)
+            return EXIT_OK
+        point = take(store, point) or point
+    except BadInputError as error:
+        print_error(error)
+        return error.exit_code
+    began = time.monotonic()
+    code = slurm_job.main(folder, again)
+    ended(store, point, code, time.monotonic() - began)
+    return code
+
+
+if __name__ == "__main__":
+    from mgpu_pipe.launch.process_exit import exit_now
+
+    exit_now(main(Path(sys.argv[1]), Path(sys.argv[2])))
