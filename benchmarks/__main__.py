@@ -6,6 +6,7 @@ import sys
 NAMES = (
     "startup",
     "runs_listing",
+    "pages",
     "sweep_store",
     "step_overhead",
     "step_time",

@@ -80,6 +80,10 @@ class RunPaths:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
+    def rank_metrics(self, rank: int) -> Path:
+        """Times and memory of one of several ranks, by step."""
+        return self.logs / f"rank-{rank}.csv"
+
     def rank_error(self, rank: int) -> Path:
         """Where a worker leaves its own error for the launcher; removed at each attempt's start."""
         return self.logs / f"rank-{rank}.error.json"

@@ -6,10 +6,12 @@ import math
 from itertools import pairwise
 from typing import Any
 
+from mgpu_pipe.config.plain_files import NotPlainError
 from mgpu_pipe.report.plots import ALL_POINTS, Curve, Style, chart, rounded
 from mgpu_pipe.report.run_view import RunView, differing
 from mgpu_pipe.report.series import MOST_POINTS, Points, points, smoothed
 from mgpu_pipe.runs.metrics_file import METRIC_COLUMNS
+from mgpu_pipe.runs.rank_metrics import read_ranks
 
 HELD_OUT = 1
 """The held-out curve's number beside the training loss, which is 0."""
@@ -19,6 +21,8 @@ MOST_KEYS = 8
 """Of the legends of small charts; where there are more runs, the loss chart's switches them."""
 LONGEST_LABEL = 48
 """Characters of what differs that a legend has room for."""
+MOST_RANKS = 8
+"""Whose curves one chart tells apart; the tables below have all ranks."""
 CLOCK_POINTS = 400
 """Between them, tokens and time follow a straight line."""
 TIME_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))
@@ -41,10 +45,40 @@ def charts(views: list[RunView]) -> list[dict[str, Any]]:
             drawn.append(chart(title, _curves(views, column, smooth), most=most, **options))  # type: ignore[arg-type]
     extra = [name for view in views for name in view.metrics if name not in METRIC_COLUMNS]
     drawn += [
-        chart(name, _curves(views, name, smooth=True), up=name, most=most)
+        chart(_title(views[0], name), _curves(views, name, smooth=True), up=name, most=most)
         for name in dict.fromkeys(extra)
         if any(_measured(view, name) for view in views)
     ]
+    return drawn + (_by_rank(views[0]) if len(views) == 1 else [])
+
+
+def _title(view: RunView, column: str) -> str:
+    metric = view.objective.metric(column)
+    return metric.title.capitalize() if metric else column
+
+
+def _by_rank(view: RunView) -> list[dict[str, Any]]:
+    """Memory and times of each of several ranks; the first ones, where there are many."""
+    try:
+        ranks = read_ranks(view.paths, MOST_RANKS)
+    except (OSError, NotPlainError) as error:
+        view.problems.append(str(error))
+        return []
+    world = view.summary.get("world_size")
+    more = f"; ranks 0 to {MOST_RANKS - 1} of {world:,}" if isinstance(world, int) and world > MOST_RANKS else ""
+    drawn = []
+    for title, column, up, note in (
+        ("Memory of each rank", "peak_gib", "GiB", "peak of each process"),
+        ("Processor time of each rank", "cpu_s", "s a step", "of its process"),
+        ("Waiting for data of each rank", "data_s", "s a step", "before the step"),
+    ):
+        curves = []
+        for rank, table in ranks.items():
+            series = points(table["step"], table.get(column, []))
+            series = series if column == "peak_gib" else smoothed(series)
+            curves.append(Curve(f"rank {rank}", series, rank, keys=(f"rank{rank}",), legend=f"rank {rank}"))
+        if any(curve.points for curve in curves):
+            drawn.append(chart(title, curves, up=up, note=f"{note}{more}", from_zero=True, most=MOST_POINTS // 4))
     return drawn
 
 
@@ -98,7 +132,7 @@ def run_names(views: list[RunView]) -> list[str]:
 
 
 def _loss(views: list[RunView], most: int) -> dict[str, Any]:
-    up = f"loss, {views[0].objective.metrics[0].unit}"
+    up = ", ".join(filter(None, ("loss", views[0].objective.metrics[0].unit)))
     if len(views) > 1:
         train = _compared(views, "train/loss", run_labels(views), smooth=True)
         held_out = _compared(views, "val/loss", [], style="dots")

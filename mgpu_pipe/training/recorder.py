@@ -48,6 +48,7 @@ class StepRecorder(pl.Callback):
         max_steps: the run's last (one-based) step.
         start_step: steps done before this attempt.
         writer, progress: on rank 0 only, None elsewhere.
+        own_writer: of this rank's own file, where there are several.
         ranked: metrics that a step's checkpoint keeps.
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
         sample: called after each closed step, on every rank; its time is not the step's.
@@ -64,6 +65,7 @@ class StepRecorder(pl.Callback):
         save_last: bool,
         writer: MetricsWriter | None,
         progress: Progress | None,
+        own_writer: MetricsWriter | None = None,
         ranked: Sequence[str] = TRAINING_METRICS,
         model_flops_utilisation: Any = None,
         sample: Callable[[int], None] | None = None,
@@ -76,6 +78,7 @@ class StepRecorder(pl.Callback):
         self._checkpointer = checkpointer
         self._save_last = save_last
         self._writer = writer
+        self._own_writer = own_writer
         self._progress = progress
         self._ranked = ranked
         self._mfu = model_flops_utilisation
@@ -89,7 +92,7 @@ class StepRecorder(pl.Callback):
         self._data_seconds: list[float] = []
         self._cpu_seconds: list[float] = []
         """Of those steps: waiting for the batch, and processor time of this process."""
-        self._mark = self._cpu_mark = self._waited = 0.0
+        self._mark = self._cpu_mark = self._waited = self._cpu = 0.0
         self.step = start_step
         self.stopped = False
         self.metrics: dict[str, float] = {}
@@ -126,7 +129,7 @@ class StepRecorder(pl.Callback):
             stop_after_this_step(trainer)
         if result.abandoned:
             return
-        self.step = batch.step + 1
+        self.step, self._cpu = batch.step + 1, cpu
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):  # fp16 skips a step that is not
             self._checkpointer.step_was_finite(self.step)
         if self.step > self._start_step + WARM_UP_STEPS:
@@ -210,8 +213,11 @@ class StepRecorder(pl.Callback):
         due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
         if due:
             row.update(trainer.strategy.step_metrics())  # type: ignore[attr-defined]
-        if due and (self._writer is not None or trainer.loggers):
-            row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
+        if due and (self._writer is not None or self._own_writer is not None or trainer.loggers):
+            peak = row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
+            if self._own_writer is not None:
+                own = {"step": row["step"], "data_s": self._waited, "cpu_s": self._cpu, "peak_gib": peak}
+                self._own_writer.append(own)
             if self._mfu is not None:
                 row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])
             self._record(trainer, row)

@@ -33,6 +33,7 @@ from mgpu_pipe.parallel.compile import compiles
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
 from mgpu_pipe.planner.flops import known_gpu_peak
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_after
+from mgpu_pipe.runs.rank_metrics import rank_writer
 from mgpu_pipe.runs.samples_file import append_samples, cut_samples_after
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -125,6 +126,7 @@ def train(
         config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
     )
     writer = _metrics_writer(paths, start_step, objective) if rank == 0 else None
+    own_writer = rank_writer(paths, rank, world_size, start_step)
     weights_only = reader is None and config.checkpoint.init_from is not None and not starts_from_folder(config)
     source = weights_reader(config) if weights_only else reader
     if source is not None:
@@ -167,6 +169,7 @@ def train(
         save_last=config.checkpoint.save_last,
         ranked=objective.description.ranked,
         writer=writer,
+        own_writer=own_writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
         model_flops_utilisation=_utilisation(model, config, prepared, device, precision, world_size),
         sample=_sampler(config, paths, prepared, model, strategy, start_step),
@@ -205,6 +208,8 @@ def train(
         if writer is not None:
             writer.sync()
             writer.close()
+        if own_writer is not None:
+            own_writer.close()
     no_step_done = reader is not None and recorder.step == start_step  # killed after the last save, or stopped at once
     if reader is not None and no_step_done and (reader.folder.parent == paths.checkpoints or start_step >= max_steps):
         recorder.metrics.update(reader.state["metrics"])

@@ -17,8 +17,12 @@ import pytest
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.report.charts import charts
 from mgpu_pipe.report.html import write_report
 from mgpu_pipe.report.numbers import TIMES
+from mgpu_pipe.report.run_view import load_run
+from mgpu_pipe.runs.metrics_file import MetricsWriter
+from mgpu_pipe.runs.rank_metrics import OWN_COLUMNS
 from tests.report.fake_runs import MakeRun
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -212,6 +216,23 @@ def test_broken_files_are_named_and_the_rest_is_shown(make_run: MakeRun) -> None
     for name in ("summary.json is not valid JSON", "environment.json is not valid JSON", "config.yaml is not valid"):
         assert name in words
     assert "Training loss" in words
+
+
+def test_memory_and_times_of_each_rank_are_curves(make_run: MakeRun) -> None:
+    run = make_run(steps=60, summary={"world_size": 9})
+    for rank in range(9):
+        writer = MetricsWriter(run.rank_metrics(rank), columns=OWN_COLUMNS)
+        for step in range(1, 61):
+            writer.append({"step": step, "data_s": 0.01 * rank, "cpu_s": 1.0, "peak_gib": 2.0 + rank})
+        writer.close()
+    memory, computed, waited = charts([load_run(run)])[-3:]
+    assert [curve["label"] for curve in memory["drawn"]["curves"]] == [f"rank {rank}" for rank in range(8)]
+    assert memory["drawn"]["curves"][3]["y"] == [5.0] * 60 and set(computed["drawn"]["curves"][0]["y"]) == {1.0}
+    assert waited["drawn"]["curves"][7]["y"][-1] == 0.07 and "ranks 0 to 7 of 9" in memory["note"]
+    assert "Waiting for data of each rank" in page_of(run).words
+    run.rank_metrics(0).unlink()
+    run.rank_metrics(0).mkdir()
+    assert "rank-0.csv" in page_of(run).words
 
 
 def test_an_incomplete_checkpoint_is_marked(make_run: MakeRun) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.runs.metrics_file import read_metrics
 from tests.runs.support import overrides, same
-from tests.support.command import mgpu, run_folder, start
+from tests.support.command import column, mgpu, run_folder, start
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,12 @@ def test_a_sharded_run_is_the_run_of_one_process(
     world = summary["world_size"]
     assert {name: len(values) for name, values in summary["times"].items()} == dict.fromkeys(single["times"], world)
     assert all(time > 0 for time in (*summary["times"]["step_s"], *summary["times"]["cpu_s"]))
+    steps = column(folder, "train/loss").keys()
+    for rank in range(world):
+        rows = read_metrics(folder / "logs" / f"rank-{rank}.csv")
+        assert rows["step"] == list(steps) and all(rows["cpu_s"]) and all(rows["peak_gib"])
     report = (folder / "report.html").read_text()
+    assert "Processor time of each rank" in report and "rank 1" in report
     assert "CPU time, mean" in report and "activations" in report and "optimizer" in report
 
 
