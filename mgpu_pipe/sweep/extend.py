@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.sweep.point import Point
 from mgpu_pipe.sweep.start import errors_by_point, refuse
 from mgpu_pipe.sweep.store import Store
 from mgpu_pipe.sweep.work import parsed_again, with_seeds
@@ -19,6 +20,8 @@ def extend(store: Store, words: Sequence[str]) -> None:
         BadInputError: ``words`` cannot be read, or all of their points are there.
     """
     asked = store.asked
+    if any(word.startswith("sweep.seeds=") for word in words):
+        return _more_seeds(store, words)
     if asked["search"] != "grid":
         key, _, number = words[0].partition("=")
         if len(words) > 1 or key != "sweep.trials" or not number.isdigit() or int(number) <= asked["trials"]:
@@ -37,14 +40,39 @@ def extend(store: Store, words: Sequence[str]) -> None:
         for override in point.overrides:
             if _key(override) not in keys and not (_key(override) == "seed" and asked["seeds"] > 1):
                 others.setdefault(_key(override), {})[override] = None
-    there = {frozenset(point.overrides) for point in points}
-    settings = itertools.product(*map(list, others.values()), *given)
+    there = {_setting(point, asked["seeds"]) for point in points}
+    settings = list(itertools.product(*map(list, others.values()), *given))
     trials = [with_seeds(list(point), asked["seed"], asked["seeds"]) for point in settings]
-    new = [runs for runs in trials if frozenset(runs[0]) not in there]
+    new = [runs for runs, point in zip(trials, settings, strict=True) if frozenset(point) not in there]
     if not new:
         raise BadInputError(f"{' '.join(words)}: the sweep {store.name} has these points already")
     refused = errors_by_point(asked["flags"], asked["fixed"], new)
     refuse(store, store.add(new), refused)
+
+
+def _more_seeds(store: Store, words: Sequence[str]) -> None:
+    """Repeat every trial with further seeds."""
+    asked, number = store.asked, words[0].partition("=")[2]
+    points = store.points()
+    if len(words) > 1 or not number.isdigit() or int(number) <= asked["seeds"]:
+        raise BadInputError(f"{' '.join(words)}: give sweep.seeds=N alone, above {asked['seeds']}")
+    if asked["rungs"] or (asked["seeds"] == 1 and any("seed" in point.settings for point in points)):
+        why = "sweep.pruner ranks single runs" if asked["rungs"] else "the sweep's points differ in their seeds"
+        raise BadInputError(f"{words[0]}: cannot be added here: {why}")
+    wanted = [asked["seed"] + at for at in range(int(number))]
+    by_trial: dict[int, list[Point]] = {}
+    for point in points:
+        by_trial.setdefault(point.trial, []).append(point)
+    for trial, runs in by_trial.items():
+        there = {int(run.settings.get("seed", asked["seed"])) for run in runs}
+        setting = [one for one in runs[0].overrides if asked["seeds"] == 1 or _key(one) != "seed"]
+        store.add([[[*setting, f"seed={seed}"] for seed in wanted if seed not in there]], trial=trial)
+    store.amend(seeds=int(number))  # last: what a kill leaves out is added when it is asked for again
+
+
+def _setting(point: Point, seeds: int) -> frozenset[str]:
+    """What a point's trial is; a repetition's seed is no part of it."""
+    return frozenset(one for one in point.overrides if seeds == 1 or _key(one) != "seed")
 
 
 def _normal(override: str) -> str:

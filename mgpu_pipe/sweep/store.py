@@ -88,13 +88,18 @@ class Store:
         return [seen(from_record(record), one_host) for record in self._points.all()]
 
     def add(
-        self, trials: Iterable[Sequence[Sequence[str]]], after: int | None = None, folders: Sequence[str] = ()
+        self,
+        trials: Iterable[Sequence[Sequence[str]]],
+        after: int | None = None,
+        folders: Sequence[str] = (),
+        trial: int | None = None,
     ) -> list[Point]:
         """Add points; each trial is a list of its runs' overrides.
 
         Args:
             after: number of the last point there is; where another process has added some since, nothing is added.
             folders: of the runs, where they are there already.
+            trial: the one there is that these runs repeat with other seeds.
         """
         wanted = [list(runs) for runs in trials]
         while True:
@@ -103,8 +108,8 @@ class Store:
                 return []
             made: list[Point] = []
             for runs in wanted:
-                trial = first + len(made)
-                made += [Point(trial + at, tuple(overrides), trial) for at, overrides in enumerate(runs)]
+                start = first + len(made)
+                made += [Point(start + at, tuple(one), trial or start) for at, one in enumerate(runs)]
             if folders:
                 made = [replace(point, folder=folder) for point, folder in zip(made, folders, strict=True)]
             with writing(self.folder):

@@ -195,6 +195,52 @@ def test_a_sweep_of_few_trials_trains_its_best_one_to_the_end(launches: list[Run
     assert [config.trainer.max_steps for config in launches] == [3, 3, 9, 27]
 
 
+def test_seeds_are_added_to_every_point(launches: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    rates = "optimizer.lr=1e-4,1e-3"
+    assert cli.main([*BASE, rates, "sweep.metric=val/loss", "sweep.name=s", "seed=7"]) == 0
+    for seeds in (3, 4):
+        assert cli.main(["sweeps", "extend", "s", f"sweep.seeds={seeds}"]) == 0
+        points = the_sweep().points()
+        by_rate = {(config.optimizer.lr, config.seed) for config in launches}
+        assert by_rate == {(rate, 7 + at) for rate in (1e-4, 1e-3) for at in range(seeds)} and len(launches) == len(points)
+        assert {point.settings["optimizer.lr"]: point.trial for point in points} == {"0.0001": 1, "0.001": 2}
+    capsys.readouterr()
+    assert cli.main(["sweeps", "best", "s"]) == 0 and "over 4 seeds" in capsys.readouterr().out
+    assert cli.main(["sweeps", "extend", "s", "optimizer.lr=1e-4,1e-2"]) == 0
+    assert len(launches) == 12 and len(the_sweep().points()) == 12, "1e-4 is there, without a seed in its words"
+    assert cli.main(["sweeps", "extend", "s", "sweep.seeds=4"]) == 2
+    assert "give sweep.seeds=N alone, above 4" in capsys.readouterr().err
+
+
+def test_a_pruner_and_several_seeds_are_refused(launches: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*BASE, "optimizer.lr=1e-4,1e-3", "sweep.pruner=asha"]
+    assert cli.main([*words, "sweep.seeds=2"]) == 2 and not launches
+    assert "sweep.pruner=asha: it ranks single runs; use one metric and sweep.seeds=1" in capsys.readouterr().err
+    assert cli.main([*words, "sweep.name=s"]) == 0
+    assert cli.main(["sweeps", "extend", "s", "sweep.seeds=2"]) == 2
+    assert "sweep.pruner ranks single runs" in capsys.readouterr().err
+
+
+def test_what_ended_badly_and_what_was_cancelled_is_run_by_retry_alone(
+    launches: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*BASE, "optimizer.lr=0.06,0.07,1e-3", "sweep.metric=val/loss", "sweep.name=s"]
+    assert cli.main(words) == 1
+    store = the_sweep()
+    (added,) = store.add([[["optimizer.lr=2e-3"]]])
+    assert cli.main(["sweeps", "cancel", "s"]) == 0 and "cancelled: 1 of 4 runs" in capsys.readouterr().out
+    assert [point.status for point in store.points()] == ["diverged", "diverged", "finished", "cancelled"]
+    assert cli.main(["sweeps", "resume", "s"]) == 1 and len(launches) == 3
+    assert cli.main(["sweeps", "retry", "s", "2"]) == 1
+    assert [point.attempts for point in store.points()] == [1, 2, 1, 0]
+    assert launches[3].run.dir == store.points()[1].folder and launches[3].checkpoint.resume == "auto"
+    assert cli.main(["sweeps", "retry", "s"]) == 1
+    assert [point.attempts for point in store.points()] == [2, 3, 1, 1]
+    assert store.points()[added.number - 1].status == "finished"
+    for number, told in (("3", "point 3 did not end badly"), ("x", "no point's number")):
+        assert cli.main(["sweeps", "retry", "s", number]) == 2 and told in capsys.readouterr().err
+
+
 def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:
     words = [*BASE, "sweep.search=random", "sweep.trials=8", "sweep.seeds=1", "sweep.metric=val/loss"]
     assert cli.main([*words, "optimizer.lr=interval(0.01,0.1)"]) == 1

@@ -23,45 +23,63 @@ def sweep_words(root: Path, rates: str, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_is_finished_and_no_point_runs_twice(cache: Path, tmp_path: Path) -> None:
-    rates = "1e-3,2e-3,3e-3,4e-3,1e18"
+@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_a_sweep_that_was_killed_is_finished_and_no_point_runs_twice(cache: Path, tmp_path: Path, count: int) -> None:
+    whole = count - 1
+    rates = ",".join([*(f"{at + 1}e-3" for at in range(whole)), "1e18"])
     more = ("trainer.max_steps=12", "checkpoint.every_n_steps=2", "trainer.gradient_clip_val=null", "run.name=p")
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     mgpu(cache, tmp_path, *sweep_words(undisturbed, rates, *more), code=1)
     truth = find(undisturbed, "mine")
-    assert [point.status for point in truth.points()] == ["finished"] * 4 + ["diverged"]
+    assert [point.status for point in truth.points()] == ["finished"] * whole + ["diverged"]
 
     program = launched(cache, tmp_path, *sweep_words(killed, rates, *more))
-    folder = killed / "sweeps" / "mine"
-    until(lambda: (folder / "sweep.json").exists() and Store(folder).points()[1].folder != "")
+    folder, at = killed / "sweeps" / "mine", count // 2 - 1
+    until(lambda: (folder / "sweep.json").exists() and Store(folder).points()[at].folder != "", 600)
     store = Store(folder)
-    second = Path(store.points()[1].folder)
+    second = Path(store.points()[at].folder)
     until(lambda: (second / "metrics.csv").exists() and len((second / "metrics.csv").read_text().splitlines()) > 5)
     os.kill(workers_of(program)[0], signal.SIGKILL)  # a worker: the sweep goes on with the next point
-    until(lambda: store.points()[2].folder != "")
-    third = Path(store.points()[2].folder)
+    until(lambda: store.points()[at + 1].folder != "")
+    third = Path(store.points()[at + 1].folder)
     until(lambda: (third / "metrics.csv").exists() and len((third / "metrics.csv").read_text().splitlines()) > 4)
     program.kill()  # and the parent
-    assert [point.status for point in store.points()] == [
-        "finished",
-        "interrupted",
-        "interrupted",
-        "waiting",
-        "waiting",
-    ]
+    left = count - at - 2
+    assert [point.status for point in store.points()] == ["finished"] * at + ["interrupted"] * 2 + ["waiting"] * left
 
-    out = run_program(["sweeps", "resume", "mine", f"run.root={killed}"], tmp_path, environment(cache), 300)
+    out = run_program(["sweeps", "resume", "mine", f"run.root={killed}"], tmp_path, environment(cache), 600)
     assert out.returncode == 1, "the broken point is reported"
-    assert "run 1 of 5" not in out.stderr and "run 2 of 5" in out.stderr
+    assert f"run {at} of {count}" not in out.stderr and f"run {at + 1} of {count}" in out.stderr
     points = store.points()
-    assert [point.status for point in points] == ["finished"] * 4 + ["diverged"]
-    assert "is not finite" in points[4].reason and status_of(points[4].folder) == "diverged"
-    assert [point.attempts for point in points] == [1, 2, 2, 1, 1]
-    assert Path(points[1].folder) == second and Path(points[2].folder) == third
-    assert len(list((killed / "p").iterdir())) == 5, "each point has one folder"
+    assert [point.status for point in points] == ["finished"] * whole + ["diverged"]
+    assert "is not finite" in points[-1].reason and status_of(points[-1].folder) == "diverged"
+    assert [point.attempts for point in points] == [1] * at + [2, 2] + [1] * left
+    assert Path(points[at].folder) == second and Path(points[at + 1].folder) == third
+    assert len(list((killed / "p").iterdir())) == count, "each point has one folder"
     assert losses(store) == losses(truth)
-    for mine, theirs in zip(points[:4], truth.points()[:4], strict=True):
+    for mine, theirs in zip(points[:-1], truth.points()[:-1], strict=True):
         assert column(Path(mine.folder), "train/loss") == column(Path(theirs.folder), "train/loss")
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_cancelled_saves_and_goes_on_by_retry_alone(cache: Path, tmp_path: Path) -> None:
+    root = tmp_path / "outputs"
+    words = ("trainer.max_steps=600", "run.name=p")
+    program = launched(cache, tmp_path, *sweep_words(root, "1e-3,2e-3", *words))
+    folder = root / "sweeps" / "mine"
+    until(lambda: (folder / "sweep.json").exists() and Store(folder).points()[0].folder != "")
+    store = Store(folder)
+    first = Path(store.points()[0].folder)
+    until(lambda: (first / "metrics.csv").exists() and len((first / "metrics.csv").read_text().splitlines()) > 5)
+    assert "cancelled: 2 of 2 runs" in mgpu(cache, tmp_path, "sweeps", "cancel", "mine")
+    program.communicate()
+    assert [(point.status, point.attempts) for point in store.points()] == [("cancelled", 1), ("cancelled", 0)]
+    assert status_of(str(first)) == "stopped" and 5 < store.points()[0].step < 600
+    mgpu(cache, tmp_path, "sweeps", "resume", "mine")
+    assert [point.attempts for point in store.points()] == [1, 0], "resume leaves it alone"
+    mgpu(cache, tmp_path, "sweeps", "retry", "mine")
+    assert [(point.status, point.attempts) for point in store.points()] == [("finished", 2), ("finished", 1)]
+    assert column(first, "step") == list(range(1, 601)), "from its own checkpoint"
 
 
 @pytest.mark.slow
