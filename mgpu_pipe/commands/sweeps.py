@@ -30,7 +30,7 @@ ACTIONS = {
     "list": "the sweeps below run.root=<folder>, the newest first",
     "show": "its points, and how each ended",
     "resume": "run what is missing or was interrupted, each in its own folder from its own checkpoint",
-    "extend": "add points: values of keys, combined with those of the sweep's other keys",
+    "extend": "add points: values of keys, combined with those of the other keys; or sweep.seeds=N",
     "cancel": "stop it; nothing of it is run again until sweeps retry",
     "retry": "run again what failed, diverged, ran out of memory or was cancelled (or these NUMBERs)",
     "best": "the best point, and the command that repeats it",
@@ -213,7 +213,7 @@ def _cancel(store: Store, more: list[str]) -> int:
             ask(["scancel", job])
     for point in store.points():
         if point.status in GOES_ON:
-            store.change(point, status=CANCELLED)
+            store.change(point, status=CANCELLED, exit_code=0)
     owners = {point.owner for point in store.points() if point.status == RUNNING}
     for owner in owners:
         boot, pid, _ = owner.split(":", 2)
@@ -227,7 +227,7 @@ def _cancel(store: Store, more: list[str]) -> int:
         time.sleep(0.1)
     for point in points:
         if point.status in GOES_ON:
-            store.change(point, status=CANCELLED)
+            store.change(point, status=CANCELLED, exit_code=0)
     counted = sum(point.status == CANCELLED for point in store.points())
     print(f"cancelled: {counted} of {len(points)} runs")
     return EXIT_OK

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ CURVE_POINTS = 100_000
 MOST_POINTS = 400
 """Of a run's curve."""
 TICKS = 5
+OTHERS = 0.4
+"""How strongly the runs are drawn that are not on the front of two metrics."""
 REASON = 120
 """Characters of why a run ended badly."""
 LOG_FROM = 20
@@ -161,7 +163,8 @@ def axis(name: str, column: Sequence[str | float]) -> dict[str, Any]:
         return round(share, 4)
 
     shown = finite
-    if len(finite) > TICKS + 1:
+    places = [place_of(value) or 0.0 for value in finite]
+    if len(finite) > TICKS + 1 or any(right - left < 0.1 for left, right in pairwise(places)):
         shares = [at / (TICKS - 1) for at in range(TICKS)]
         shown = [low * (high / low) ** share if log else low + (high - low) * share for share in shares]
         decades = (
@@ -205,7 +208,10 @@ def _shades(
     for place, at in enumerate(measured):
         shades[at] = round(place / max(1, len(measured) - 1), 3)
     if front:
-        shades = [None if shade is None else float(point in front) for point, shade in zip(found, shades, strict=True)]
+        shades = [
+            None if shade is None else 1.0 if point in front else OTHERS
+            for point, shade in zip(found, shades, strict=True)
+        ]
     return shades
 
 

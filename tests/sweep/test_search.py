@@ -202,7 +202,9 @@ def test_seeds_are_added_to_every_point(launches: list[RunConfig], capsys: pytes
         assert cli.main(["sweeps", "extend", "s", f"sweep.seeds={seeds}"]) == 0
         points = the_sweep().points()
         by_rate = {(config.optimizer.lr, config.seed) for config in launches}
-        assert by_rate == {(rate, 7 + at) for rate in (1e-4, 1e-3) for at in range(seeds)} and len(launches) == len(points)
+        assert by_rate == {(rate, 7 + at) for rate in (1e-4, 1e-3) for at in range(seeds)} and len(launches) == len(
+            points
+        )
         assert {point.settings["optimizer.lr"]: point.trial for point in points} == {"0.0001": 1, "0.001": 2}
     capsys.readouterr()
     assert cli.main(["sweeps", "best", "s"]) == 0 and "over 4 seeds" in capsys.readouterr().out

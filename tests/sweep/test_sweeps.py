@@ -64,7 +64,7 @@ def test_a_sweep_that_was_killed_is_finished_and_no_point_runs_twice(cache: Path
 @pytest.mark.slow
 def test_a_sweep_that_is_cancelled_saves_and_goes_on_by_retry_alone(cache: Path, tmp_path: Path) -> None:
     root = tmp_path / "outputs"
-    words = ("trainer.max_steps=600", "run.name=p")
+    words = ("trainer.max_steps=400", "run.name=p")
     program = launched(cache, tmp_path, *sweep_words(root, "1e-3,2e-3", *words))
     folder = root / "sweeps" / "mine"
     until(lambda: (folder / "sweep.json").exists() and Store(folder).points()[0].folder != "")
@@ -74,12 +74,12 @@ def test_a_sweep_that_is_cancelled_saves_and_goes_on_by_retry_alone(cache: Path,
     assert "cancelled: 2 of 2 runs" in mgpu(cache, tmp_path, "sweeps", "cancel", "mine")
     program.communicate()
     assert [(point.status, point.attempts) for point in store.points()] == [("cancelled", 1), ("cancelled", 0)]
-    assert status_of(str(first)) == "stopped" and 5 < store.points()[0].step < 600
+    assert status_of(str(first)) == "stopped" and 5 < store.points()[0].step < 400
     mgpu(cache, tmp_path, "sweeps", "resume", "mine")
     assert [point.attempts for point in store.points()] == [1, 0], "resume leaves it alone"
     mgpu(cache, tmp_path, "sweeps", "retry", "mine")
     assert [(point.status, point.attempts) for point in store.points()] == [("finished", 2), ("finished", 1)]
-    assert column(first, "step") == list(range(1, 601)), "from its own checkpoint"
+    assert list(column(first, "train/loss")) == list(range(1, 401)), "from its own checkpoint"
 
 
 @pytest.mark.slow

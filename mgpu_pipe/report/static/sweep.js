@@ -68,8 +68,9 @@ function parallel(canvas, c, size, css) {
     c.lineWidth = 1;
     c.strokeRect(x(at), EDGE.top, 0, size.height - EDGE.bottom - EDGE.top);
     c.fillStyle = css.getPropertyValue('--text');
-    c.textAlign = at ? 'center' : 'left';
-    c.fillText(fitted(c, axis.name, step - 8), at ? x(at) : 4, size.height - (at % 2 ? 6 : 22));
+    const last = at && at === axes.length - 1;
+    c.textAlign = last ? 'right' : at ? 'center' : 'left';
+    c.fillText(fitted(c, axis.name, step - 8), last ? size.width - 4 : at ? x(at) : 4, size.height - (at % 2 ? 6 : 22));
     ticks(c, css, axis, (text, place) => [x(at) - 5, upwards(size, place) + 4, 'right', step - 14]);
   });
 }
