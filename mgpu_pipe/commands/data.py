@@ -1,0 +1,143 @@
+"""``mgpu-pipe data``: what a run would train on, as the model sees it. Trains nothing."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.commands import Verb
+from mgpu_pipe.config.arguments import VerbParser, positive_int
+from mgpu_pipe.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.data.samples import Prepared, SampleSet
+    from mgpu_pipe.data.text.preview import Part
+
+DESCRIPTION = (
+    "Prepare the data of a configuration and show it: how much there is, how long\n"
+    "the documents are, and the first samples of the run. What the loss counts is\n"
+    "green on a terminal, and stands between \u00bb and \u00ab elsewhere. Trains nothing.\n"
+    "--samples N shows N of them (default 3)."
+)
+BARS, WIDTH = 10, 40
+"""Rows of the histogram, and columns of its longest bar."""
+
+
+def data(words: list[str]) -> int:
+    from mgpu_pipe.launch.composed import checked, composed
+
+    parser = VerbParser(prog="mgpu-pipe data", add_help=False, allow_abbrev=False)
+    parser.add_argument("--samples", type=positive_int, default=3)
+    options, rest = parser.parse_known_args(words)
+
+    def job(composition: Composition) -> int:
+        _show(checked(composition), options.samples)
+        return EXIT_OK
+
+    return composed("data", DESCRIPTION, rest, job)
+
+
+def _show(config: RunConfig, count: int) -> None:
+    import numpy as np
+
+    from mgpu_pipe.config.objective import description
+    from mgpu_pipe.data.order import GlobalOrder
+    from mgpu_pipe.data.text.preview import lengths_of, parts_of
+    from mgpu_pipe.launch.preparing import prepare_data
+    from mgpu_pipe.objectives.registry import objective_class
+    from mgpu_pipe.report.rows import print_rows
+
+    prepared = prepare_data(config)
+    objective = objective_class(config.objective.name)
+    samples = objective.samples(prepared.complete(config), prepared.open(config, "train"))
+    lengths = lengths_of(prepared)
+    print_rows(_amounts(config, prepared, samples, None if lengths is None else lengths[0]), "data")
+    if lengths is not None:
+        print_rows(_histogram(lengths[0]), f"tokens a {lengths[1]}")
+    order = GlobalOrder(config.seed, len(samples))
+    indices, numbers = order.indices(0, count), np.arange(count)
+    if lengths is None:
+        for number, rows in enumerate(_fields(samples, indices, numbers)):
+            print_rows(rows, f"sample {number}")
+        return
+    causal = description(config.objective.name).attention == "causal"
+    for number, parts in enumerate(parts_of(prepared, samples, indices, numbers, causal)):
+        print_rows([], f"sample {number}")
+        print(_shown(parts))
+
+
+def _amounts(
+    config: RunConfig, prepared: Prepared, samples: SampleSet, lengths: NDArray | None
+) -> list[tuple[str, str]]:
+    import numpy as np
+
+    from mgpu_pipe.config.objective import description
+
+    every = np.arange(min(len(samples), 100_000))
+    positions, padding = samples.positions(every), samples.padding(every)
+    units = samples.valid_units(every, every)
+    counts = description(config.objective.name).counts
+    kept, size = f"{prepared.validation_samples:,} held out for an evaluation", config.data.global_batch_size
+    rows = [
+        ("source", config.data.source),
+        ("amount", ", ".join(f"{number:,} {what}" for number, what in prepared.amounts())),
+        ("samples", f"{prepared.train_samples:,} to train on, {kept}"),
+        ("an epoch", f"{len(samples) / size:,.1f} steps of {size} samples"),
+    ]
+    if positions:
+        share = f"{100 * units / max(positions - padding, 1):.1f} for every 100 positions that hold something"
+        rows.append(("loss", f"{units:,} {counts} in {len(every):,} samples, {share}"))
+        rows.append(("padding", f"{100 * padding / positions:.1f}% of the positions"))
+    if lengths is not None:
+        longer = int((lengths > config.data.seq_len).sum())
+        cut = f"{longer:,} longer than data.seq_len={config.data.seq_len} are cut" if longer else "none is cut"
+        told = "" if prepared.kind == "pairs" else f"; {cut}"  # pairs that are too long are refused
+        span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
+        rows.append(("lengths", f"{span}, mean {lengths.mean():,.0f}{told}"))
+    return rows
+
+
+def _histogram(lengths: NDArray) -> list[tuple[str, str]]:
+    import numpy as np
+
+    # The longest hundredth shares a bar: one book would hide how the others differ.
+    usual = int(np.percentile(lengths, 99))
+    edges = np.unique([*np.linspace(int(lengths.min()), usual + 1, BARS + 1).astype(int), int(lengths.max()) + 1])
+    counts, _ = np.histogram(lengths, bins=edges)
+    block = "\u2588" if (sys.stdout.encoding or "").lower() == "utf-8" else "#"
+    return [
+        (f"{low:>7,} - {high - 1:,}", f"{block * -(-WIDTH * int(number) // int(counts.max()))} {int(number):,}".strip())
+        for number, low, high in zip(counts, edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def _fields(samples: SampleSet, indices: NDArray, numbers: NDArray) -> list[list[tuple[str, str]]]:
+    """The fields of samples that are not text: type, shape, and the range of their values."""
+    batch = samples.batch(indices, numbers)
+
+    def said(value: Tensor, row: int) -> str:
+        kind, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])
+        return f"{kind} {shape}, {float(value[row].min()):g} to {float(value[row].max()):g}"
+
+    return [[(name, said(value, row)) for name, value in batch.items()] for row in range(len(indices))]
+
+
+def _shown(parts: list[Part]) -> str:
+    from mgpu_pipe.report.rows import printable
+
+    terminal, text = sys.stdout.isatty(), ""
+    for number, part in enumerate(parts):
+        if part.begins and number:
+            text += "\n\u2500\u2500\n"
+        said = printable(part.text)
+        marked = f"\x1b[32m{said}\x1b[0m" if terminal else f"\u00bb{said}\u00ab"
+        text += marked if part.trained else said
+    return text + "\n"
+
+
+VERB = Verb("show the data as the model sees it", data, composes=True)

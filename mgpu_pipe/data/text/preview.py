@@ -1,0 +1,111 @@
+"""Samples of text as people read them: which parts the loss counts, and where documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.labelled import PreparedLabelled
+from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
+from mgpu_pipe.data.text.prepare import PreparedData
+from mgpu_pipe.data.text.prepared_rows import PreparedRows
+from mgpu_pipe.data.text.token_store import TokenStore
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+
+    from mgpu_pipe.data.samples import SampleSet
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens of a sample that are shown alike."""
+
+    text: str
+    trained: bool
+    """The loss counts them."""
+    begins: bool = False
+    """A document begins here."""
+
+
+def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
+    """Tokens of each training document, and what they are the tokens of; None for what is not text."""
+    if isinstance(prepared, PreparedPairs):
+        pairs = pairs_of(TokenStore.open(prepared.folder), prepared.documents("train"))
+        return pairs.source_tokens + pairs.target_tokens, "pair"
+    if isinstance(prepared, (PreparedData, PreparedRows)):
+        return np.diff(TokenStore.open(prepared.folder).offsets), "document"
+    return None
+
+
+def parts_of(
+    prepared: Prepared, samples: SampleSet, indices: NDArray[np.int64], numbers: NDArray[np.int64], causal: bool
+) -> list[list[Part]]:
+    """The samples, as the model is given them.
+
+    Args:
+        samples: what the objective makes of the data's.
+        numbers: as of :class:`SampleSet`.
+        causal: a label stands at the position before its token.
+    """
+    batch, tokenizer = samples.batch(indices, numbers), _tokenizer(prepared)
+    if isinstance(prepared, PreparedLabelled):
+        return [_labelled(tokenizer, batch, row, prepared) for row in range(len(indices))]
+    if isinstance(prepared, PreparedPairs):
+        return [_pair(tokenizer, batch, row) for row in range(len(indices))]
+    return [_packed(tokenizer, batch, row, causal) for row in range(len(indices))]
+
+
+def _tokenizer(prepared: Prepared) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    assert prepared.tokenizer_folder is not None
+    return Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
+
+
+def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, causal: bool) -> list[Part]:
+    ids, labels, positions = (batch[name][row].numpy() for name in ("input_ids", "labels", "position_ids"))
+    begins = positions == 0
+    trained = labels != IGNORE_INDEX
+    if causal:
+        # A token is learned where the position before it, in the same document, has it for a label.
+        trained = np.concatenate([[False], trained[:-1]]) & ~begins
+    filled = len(ids) - int(_padding(ids, positions, trained))
+    parts = []
+    starts = np.flatnonzero(np.concatenate([[True], (trained[1:] != trained[:-1]) | begins[1:]])[:filled])
+    for first, end in zip(starts, [*starts[1:], filled], strict=True):
+        shown = labels[first:end] if not causal and trained[first] else ids[first:end]
+        parts.append(Part(_text(tokenizer, shown), bool(trained[first]), bool(begins[first])))
+    return parts
+
+
+def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:
+    """Positions at the end that hold one and the same token, of which none is trained: a run of padding."""
+    start = int(np.flatnonzero(positions == 0)[-1])
+    run = slice(start, None)
+    return len(ids) - start if (ids[run] == ids[start]).all() and not trained[run].any() else 0
+
+
+def _pair(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int) -> list[Part]:
+    source = batch["input_ids"][row][batch["attention_mask"][row] == 1].numpy()
+    labels = batch["labels"][row].numpy()
+    return [Part(_text(tokenizer, source), False, True), Part(_text(tokenizer, labels[labels != IGNORE_INDEX]), True)]
+
+
+def _labelled(
+    tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, prepared: PreparedLabelled
+) -> list[Part]:
+    ids = batch["input_ids"][row][: int(batch["lengths"][row])].numpy()
+    label = prepared.classes[int(batch["labels"][row])]
+    return [Part(_text(tokenizer, ids), False, True), Part(f" \u2192 {label}", True)]
+
+
+def _text(tokenizer: Tokenizer, ids: NDArray[np.int64]) -> str:
+    return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
