@@ -23,7 +23,7 @@ def train(words: list[str]) -> int:
 
     def job(composition: Composition) -> int:
         run_begins()
-        checked(composition)
+        checked(composition, joins=True)
         return launched(composition, command).exit_code
 
     def sweep(parsed: Namespace) -> int:

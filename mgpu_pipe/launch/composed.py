@@ -123,13 +123,17 @@ def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
 
 
-def checked(composition: Composition) -> RunConfig:
+def checked(composition: Composition, *, joins: bool = False) -> RunConfig:
     """The configuration, everything about it that can be known checked; notices go to stderr.
+
+    Args:
+        joins: whether this process trains next, as a rank where there is a world; then the others hear of an error
+            that they did not look for.
 
     Raises:
         ConfigErrors: everything wrong with it.
     """
-    tell(notices_of(composition))
+    tell(notices_of(composition, joins=joins))
     return composition.config
 
 
@@ -154,8 +158,11 @@ def launched(
     return launch(composition.config, asked)
 
 
-def notices_of(composition: Composition) -> list[Notice]:
+def notices_of(composition: Composition, *, joins: bool = False) -> list[Notice]:
     """What is worth knowing of a configuration that can run. Names on the Hub become names at a commit.
+
+    Args:
+        joins: as of :func:`checked`.
 
     Raises:
         ConfigErrors: everything wrong with it.
@@ -172,11 +179,18 @@ def notices_of(composition: Composition) -> list[Notice]:
 
     pinned = pin(composition.config)
     composition.config = pinned.config
-    if pinned.errors:
-        raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
     if pinned.by_rank_zero:
         return []  # and rank 0 checks the rest, for what the names lead to is not here yet
-    return [*(Notice(key, text) for key, text in pinned.told), *preflight(composition.config, alone)]
+    try:
+        if pinned.errors:
+            raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
+        return [*(Notice(key, text) for key, text in pinned.told), *preflight(composition.config, alone)]
+    except MgpuError as error:
+        if joins and pinned.others_wait:
+            from mgpu_pipe.launch.join import refuse_alone
+
+            refuse_alone(composition.config, error.exit_code)
+        raise
 
 
 def tell(notices: Iterable[Notice]) -> None:

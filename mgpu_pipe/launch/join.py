@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, TextIO, cast
 from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.hub import without_revisions
+from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
@@ -135,21 +137,24 @@ def rendezvous(config: RunConfig) -> Store:
 
 
 def agree(
-    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack
+    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack, each: int = 1
 ) -> tuple[SharedPlan, RunLock | None]:
     """What rank 0 decides, and, on rank 0, the lock of the run's folder, which ``resources`` give back.
+
+    Args:
+        each: ranks that a process which calls this stands for.
 
     Raises:
         BadInputError: the run cannot start, or this process has another configuration than rank 0.
         SystemExit: rank 0 could not start the run.
     """
     if world.rank == 0:
-        return _plan_on_rank_zero(config, world, asked, store, resources)
-    return _plan_from_rank_zero(config, store), None
+        return _plan_on_rank_zero(config, world, asked, store, resources, each)
+    return _plan_from_rank_zero(config, store, world.rank), None
 
 
 def _plan_on_rank_zero(
-    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack
+    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack, each: int
 ) -> tuple[SharedPlan, RunLock]:
     """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that no rank waits for it."""
     try:
@@ -158,14 +163,30 @@ def _plan_on_rank_zero(
         shared = _settle(config, world, asked, folder)
         lock.training()
     except MgpuError as error:
-        store.set(OFFER, json.dumps({"exit_code": error.exit_code}))
+        _say_refused(store, error.exit_code, range(each, world.world_size, each))
         raise
     store.set(OFFER, json.dumps(asdict(shared)))
     return shared, lock
 
 
-def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> SharedPlan:
+def refuse_alone(config: RunConfig, exit_code: int) -> None:
+    """Rank 0, which found what the others did not look for: they leave with its exit code instead of waiting."""
+    from mgpu_pipe.launch.node import is_node
 
+    joined = existing_world(os.environ)
+    os.environ.update(joined)
+    world = World.from_environment(joined)
+    each = devices_per_node(config) if is_node(joined, config) else 1
+    _say_refused(rendezvous(config), exit_code, range(each, world.world_size * each, each))
+
+
+def _say_refused(store: Store, exit_code: int, others: Sequence[int]) -> None:
+    """Tell the others that there will be no run, and wait until they know: the store leaves with this process."""
+    store.set(OFFER, json.dumps({"exit_code": exit_code}))
+    wait_for(store, [f"{HEARD}/{rank}" for rank in others], timeout=LEAVING_S)
+
+
+def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> SharedPlan:
     paths, launch = folder.paths, _this_launch()
     folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
@@ -194,11 +215,13 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     return SharedPlan(str(paths.root), _hash(config), str(step or ""), attempt, train=True)
 
 
-def _plan_from_rank_zero(config: RunConfig, store: Store) -> SharedPlan:
+def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPlan:
     """The other ranks: take rank 0's decisions, if it read the same configuration."""
     wait_for(store, [OFFER])  # the data may have to be prepared first
     told = json.loads(store.get(OFFER))
     if "exit_code" in told:
+        with suppress(RuntimeError):  # rank 0 waited long enough, and is gone
+            store.set(f"{HEARD}/{rank}", "")
         raise SystemExit(told["exit_code"])  # rank 0 has said why
     shared = SharedPlan(**told)
     if shared.config_hash != _hash(config):

@@ -69,7 +69,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> L
     try:
         with SignalInbox() as inbox, ExitStack() as resources:
             store = rendezvous(config)
-            shared, lock = agree(config, world, asked, store, resources)
+            shared, lock = agree(config, world, asked, store, resources, devices)
             paths = RunPaths(Path(shared.folder))
             if not shared.train:
                 return LaunchResult("finished", EXIT_OK, paths.root)

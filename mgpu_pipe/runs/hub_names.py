@@ -29,12 +29,14 @@ class Pinned:
         config: with every name at its commit.
         told: keys, and what is worth knowing of them.
         by_rank_zero: in a joined world rank 0 alone asks the Hub, and the others take its commits.
+        others_wait: this is rank 0 there, and the others wait for what it says.
     """
 
     config: RunConfig
     told: list[tuple[str, str]] = field(default_factory=list)
     errors: list[BadInputError] = field(default_factory=list)
     by_rank_zero: bool = False
+    others_wait: bool = False
 
 
 def pin(config: RunConfig) -> Pinned:
@@ -47,9 +49,11 @@ def pin(config: RunConfig) -> Pinned:
         return pinned
     if not named:
         return pinned
-    if int(existing_world(os.environ).get("RANK", "0")):
+    world = existing_world(os.environ)
+    if int(world.get("RANK", "0")):
         pinned.by_rank_zero = True
         return pinned
+    pinned.others_wait = int(world.get("WORLD_SIZE", "1")) > 1
     begun = dict(_begun_with(config))
     known: dict[HubName, str] = {}
     at: dict[str, str] = {}

@@ -17,6 +17,7 @@ import yaml
 from tests.hub.support import RUN, TINY, Place, folder_of, rows
 from tests.support.command import environment
 from tests.support.hub import TOKEN, files_of
+from tests.support.program import ForkedProgram
 
 
 @pytest.mark.slow
@@ -180,6 +181,20 @@ def _free_port() -> str:
 
 
 @pytest.mark.slow
+def test_what_rank_zero_refuses_alone_ends_all_ranks_at_once(place: Place) -> None:
+    """The others wait for its word of the name; without one they would, for launch.collective_timeout."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+    words = ["model=hf", "model.path=acme/nothing", "data.paths=[a]", "strategy=ddp", *TINY, "trainer.accelerator=cpu"]
+    ranks = []
+    for rank in "01":
+        asked = {**environment(place.cache), **place.hub.environment(place.root / "hf"), **world}
+        asked.update(RANK=rank, LOCAL_RANK=rank)
+        ranks.append(ForkedProgram([*words, "launch.collective_timeout=3600"], place.root, asked))
+    said = [rank.communicate(200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
+    assert "error: model.path=acme/nothing: " in said[0][1] and "Traceback" not in said[1][1], said
+
+
 def test_a_strangers_run_makes_nothing_be_fetched(place: Place, texts: Path) -> None:
     files = 'data.paths=["hf://datasets/acme/texts/data/*.txt"]'
     words = (
