@@ -14,7 +14,7 @@ from pathlib import Path
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.errors import EXIT_OK, BadInputError, RunFolderError
-from mgpu_pipe.launch.slurm_submitted import POINTS, ask, job_of, log_of
+from mgpu_pipe.launch.slurm_submitted import POINTS, ask, job_of, log_of, seconds
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.rows import print_columns
 from mgpu_pipe.runs.listing import Listed, listed
@@ -106,15 +106,6 @@ def queued(*, ended: bool = False) -> list[Job]:
         limit_s = seconds(left) if going else math.nan
         found.append(Job(job, state, where, limit_s, end_s, run, log_of(Path(comment), job)))
     return found
-
-
-def seconds(text: str) -> float:
-    """A time as SLURM writes it, ``[days-][[hours:]minutes:]seconds``; NaN for ``UNLIMITED`` and its like."""
-    days, dash, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]):
-        return math.nan
-    return 86400.0 * int(days or 0) + sum(int(part) * 60**at for at, part in enumerate(reversed(parts)))
 
 
 def _run_of(comment: str, place: str) -> Path | None:

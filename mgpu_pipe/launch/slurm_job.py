@@ -6,14 +6,19 @@ script to queue the job again; so do signals that end a task.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mgpu_pipe.launch import stop
+
+ANSWER_S = 10.0
+"""How long SLURM's answer is waited for."""
 
 
 def main(folder: Path, again: Sequence[str] = ()) -> int:
@@ -62,12 +67,29 @@ def _run(folder: Path, again: Sequence[str]) -> int:
         print(f"error: node {node}: {'; '.join(faults)}; the job is queued again without it", file=sys.stderr)
         return EXIT_STOPPED
     preflight(config)
+    if os.environ.get("SLURM_PROCID") == "0":  # any rank's request stops all of them
+        tell_end(os.environ["SLURM_JOB_ID"])
     asked = Asked(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
         command=[str(word) for word in _listed(recorded(folder).get("command"))],
         again=again or ["sbatch", str(folder / SCRIPT)],
     )
     return launch(config, asked).exit_code
+
+
+def tell_end(job: str) -> None:
+    """Let this process and its workers know when the job's time limit is."""
+    from mgpu_pipe.errors import BadInputError
+    from mgpu_pipe.launch.slurm_submitted import ask, seconds
+    from mgpu_pipe.training.job_end import JOB_ENDS
+
+    try:
+        left = seconds(ask(["squeue", "--noheader", f"--jobs={job}", "--format=%L"], timeout_s=ANSWER_S).strip())
+    except BadInputError as error:
+        print(f"note: {error}; a save that takes longer than launch.warning_s may be too late", file=sys.stderr)
+        return
+    if not math.isnan(left):
+        os.environ[JOB_ENDS] = str(time.time() + left)
 
 
 def _listed(value: object) -> list[object]:

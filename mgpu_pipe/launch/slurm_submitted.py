@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import time
@@ -37,14 +38,16 @@ def log_of(folder: Path, job: str) -> Path:
     return RunPaths(folder).logs / f"slurm-{job}.log"
 
 
-def ask(command: Sequence[str]) -> str:
+def ask(command: Sequence[str], timeout_s: float | None = None) -> str:
     """What one of SLURM's commands prints.
 
     Raises:
-        BadInputError: there is none, or it fails.
+        BadInputError: there is none, it fails, or it does not answer in time.
     """
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise BadInputError(f"{shlex.join(command)}: no answer within {timeout_s:g} s") from None
     except FileNotFoundError:
         raise BadInputError(f"{command[0]}: there is none on this machine; use a login node of the cluster") from None
     if done.returncode:
@@ -56,3 +59,12 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     """Why one of SLURM's commands failed, in one line."""
     lines = [line.partition("error: ")[2] or line for line in done.stderr.strip().splitlines()]
     return " ".join(lines) or f"exit code {done.returncode}"
+
+
+def seconds(text: str) -> float:
+    """A time as SLURM writes it, ``[days-][[hours:]minutes:]seconds``; NaN for ``UNLIMITED`` and its like."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]):
+        return math.nan
+    return 86400.0 * int(days or 0) + sum(int(part) * 60**at for at, part in enumerate(reversed(parts)))

@@ -178,7 +178,9 @@ def _attempts(view: RunView) -> tuple[list[dict[str, Any]], dict[str, Any] | Non
 def _attempts_text(view: RunView) -> str:
     attempts = view.summary.get("attempts")
     count = len(attempts) if isinstance(attempts, list) else attempts if isinstance(attempts, int) else 1
-    return f"{count} attempts" if count > 1 else "in all"
+    listed = [item for item in attempts if isinstance(item, Mapping)] if isinstance(attempts, list) else []
+    lost = sum(value for item in listed if isinstance(value := item.get("lost_s"), int | float))
+    return f"{count} attempts{f', {numbers.duration(lost)} of work lost' if lost else ''}" if count > 1 else "in all"
 
 
 def _parts(values: object) -> list[dict[str, Any]]:

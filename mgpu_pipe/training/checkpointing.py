@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,8 @@ class Checkpointer:
         """Why the newest save failed before its thread began, where training went on."""
         self.last_step: int | None = None
         """The newest step whose save was begun."""
+        self.longest_s = 0.0
+        """Seconds that this attempt's longest save took."""
         self.last_path: Path | None = None
         """The newest checkpoint of this attempt that was committed."""
 
@@ -236,6 +239,7 @@ class Checkpointer:
         group: dist.ProcessGroup | None,
     ) -> None:
         step, samples = int(state["step"]), int(state["samples_consumed"])
+        began = time.monotonic()
         try:
             self.last_path = write(
                 self._paths.checkpoints,
@@ -252,6 +256,7 @@ class Checkpointer:
             good = self._followed(step if self._finite_step is None else min(step, self._finite_step))
             first = samples - int(state["global_batch_size"])
             raise NonFiniteError(error.what, step, first, samples - 1, good, updated=True) from None
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
         with self._proof:
             self._waiting_for_proof = step if self._finite_step is None or self._finite_step <= step else None
         self._delete_old(step)

@@ -45,6 +45,7 @@ from mgpu_pipe.training.initial_weights import (
     starts_from_folder,
     weights_reader,
 )
+from mgpu_pipe.training.job_end import too_late
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.memory import by_rank, is_out_of_memory, memory_by_rank, out_of_memory
@@ -159,7 +160,7 @@ def train(
         device,
         materialise=fill,
         dropout_seed=config.seed if uses_dropout(model) else None,
-        stop_requested=lambda: stop_requested() or checkpointer.must_stop,
+        stop_requested=lambda: stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s),
     )
     recorder = StepRecorder(
         config.trainer,
