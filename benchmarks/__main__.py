@@ -8,6 +8,7 @@ NAMES = (
     "runs_listing",
     "pages",
     "sweep_store",
+    "slurm",
     "step_overhead",
     "step_time",
     "data_pipeline",

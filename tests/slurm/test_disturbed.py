@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,68 +14,18 @@ import pytest
 
 from tests.support.command import REPOSITORY, column, metrics, mgpu, run_folder
 from tests.support.slurm_cluster import TINY, Cluster
+from tests.support.slurm_disturbances import Disturb, kill_node, preempt, requeue, revive, warn
 
 pytestmark = pytest.mark.slow
 STEPS = 24
 WORDS = (*TINY, "strategy=fsdp", f"trainer.max_steps={STEPS}", "checkpoint.every_n_steps=4")
 SLOW = ("callbacks.slow._target_=tests.support.slow.Slow", "callbacks.slow.seconds=0.4")
 TWO_NODES = ("trainer.num_nodes=2", "trainer.devices=2")
-Disturb = Callable[[Cluster, str], None]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder(mgpu(cache, tmp_path_factory.mktemp("local"), *WORDS, "launch=local", "trainer.devices=4"))
-
-
-def preempt(cluster: Cluster, job: str) -> None:
-    """By a job of the partition high that wants all nodes for a moment."""
-    script = ["--partition=high", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
-    cluster.ask("sbatch", *script)
-
-
-def requeue(cluster: Cluster, job: str) -> None:
-    cluster.ask("scontrol", "requeue", job)
-
-
-def warn(cluster: Cluster, job: str) -> None:
-    """What SLURM sends before the time limit."""
-    cluster.ask("scancel", "--signal=USR1", job)
-
-
-def kill_node(cluster: Cluster, job: str) -> None:
-    """The last node's daemon and all its processes die, and come back later."""
-    nodes = cluster.ask("squeue", "--noheader", f"--jobs={job}", "--format=%N").strip()
-    node = cluster.ask("scontrol", "show", "hostnames", nodes).split()[-1]
-    for pid in processes_of(cluster, node):
-        os.kill(pid, signal.SIGKILL)
-
-
-def processes_of(cluster: Cluster, node: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdigit():
-                continue
-            variables = (entry / "environ").read_bytes().split(b"\0")
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-        except OSError:
-            continue
-        if f"SLURM_CONF={cluster.conf}".encode() not in variables:
-            continue
-        daemon = (
-            command.startswith((f"slurmd -N {node} ".encode(), b"/usr/sbin/slurmd"))
-            and f"-N {node} ".encode() in command
-        )
-        if daemon or f"SLURMD_NODENAME={node}".encode() in variables:
-            found.append(int(entry.name))
-    return found
-
-
-def revive(cluster: Cluster) -> None:
-    """Start the daemons that are gone."""
-    for node in ("n0", "n1", "n2"):
-        subprocess.run(["slurmd", "-N", node], env={**os.environ, **cluster.variables}, capture_output=True)
 
 
 def reached(folder: Path, step: int) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mgpu_pipe import cli
-from mgpu_pipe.commands.jobs import seconds
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.launch.slurm_submitted import seconds
 from tests.support.command import column, start
 from tests.support.slurm_cluster import TINY, Cluster
 
