@@ -36,12 +36,17 @@ def to_first_step(cwd: Path, number: int) -> float:
     folder = cwd / f"run-{number}"
     started = time.time()
     seconds(["-m", "mgpu_pipe", *TRAIN, f"run.dir={folder}"], cwd)
+    return first_step(folder) - started
+
+
+def first_step(folder: Path) -> float:
+    """The moment when the first row of a run's metrics was on disk."""
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     # The file's birth is its header; the last write is the last row's, so the first step ended no later than
     # the last write less the steps after it.
     later = sum(float(row["throughput/step_s"]) for row in rows[1:])
-    return (folder / "metrics.csv").stat().st_mtime - later - started
+    return (folder / "metrics.csv").stat().st_mtime - later
 
 
 def main() -> None:

@@ -1,69 +1,64 @@
-"""The sweep store's own time: of a run, and of reading a sweep of 1,000 runs.
+"""A sweep's own time: of a run's records, of reading and drawing 1,000 runs, of the way from one run to the next.
 
 ``python -m benchmarks.sweep_store``. The peer of a run's records is ``replace_file``, which writes one small file as
-every run does many times; that of the listing is the program's own start, ``mgpu-pipe version``.
+every run does many times; that of the commands is the program's own start, ``mgpu-pipe version``; that of the way
+from one run's end to the next one's first step is a fresh start's way to its first step.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.runs_listing import cpu_seconds
+from benchmarks.startup import TRAIN, first_step, seconds, to_first_step
 from benchmarks.support import finish
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.sweep.point import FINISHED, RUNNING, Point, me
-from mgpu_pipe.sweep.store import Store, create
+from mgpu_pipe.sweep.store import Store, create, find
+from tests.sweep.support import asked, recorded_sweep
 
-RUNS = 1000
-RECORDED = 100
-ASKED = {
-    "words": ["-m"],
-    "cwd": "/",
-    "flags": [],
-    "fixed": [],
-    "seed": 1,
-    "seeds": 1,
-    "metrics": ["val/loss"],
-    "minimize": [True],
-    "search": "grid",
-    "trials": 1,
-    "space": [],
-    "pruner": "none",
-    "rungs": [],
-    "parallel": 1,
-}
+RUNS = ROWS = 1000
+RECORDED, ROUNDS = 100, 5
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
-        store = create(root, "thousand", ASKED)
-        store.add([[[f"optimizer.lr={at / RUNS:g}", f"seed={at}"]] for at in range(RUNS)])
-        record = statistics.median(
-            _seconds(functools.partial(_record, store, point), 1) for point in store.points()[:RECORDED]
-        )
-        for point in store.points():
-            store.change(point, status=FINISHED, metrics={"val/loss": 1.0 + point.number / RUNS})
+        os.environ["MGPU_PIPE_CACHE"] = str(root / "cache")
+        store = recorded_sweep(root, RUNS, ROWS, "thousand")
+        small = create(root, "small", asked())
+        small.add([[[f"seed={at}"]] for at in range(RECORDED)])
+        record = statistics.median(_seconds(functools.partial(_record, small, point)) for point in small.points())
         write = functools.partial(replace_file, root / "peer.json", "{}" * 200, flush=True)
-        peer = statistics.median(_seconds(write, 1) for _ in range(RECORDED))
-        rows = [
-            ["record of a run", record],
-            ["replace_file, flushed", peer],
-            ["sweeps list", _program("sweeps", "list", f"run.root={root}")],
-            ["sweeps show", _program("sweeps", "show", "thousand", f"run.root={root}")],
-            ["version (the program alone)", _program("version")],
+        peer = statistics.median(_seconds(write) for _ in range(RECORDED))
+        rows: list[list[object]] = [["record of a run", record, ""], ["replace_file, flushed", peer, ""]]
+        for words in (
+            ["sweeps", "list"],
+            ["sweeps", "show", "thousand"],
+            ["sweeps", "report", "thousand"],
+            ["version"],
+        ):
+            where = [f"run.root={root}"] if words[0] == "sweeps" else []
+            rows.append([" ".join(words[:2]), *_program([*words, *where], root)])
+        size = (store.folder / "report.html").stat().st_size / 1e6
+        to_first_step(root, -1)
+        fresh = statistics.median(to_first_step(root, number) for number in range(ROUNDS))
+        rows += [
+            ["fresh start to its first step", fresh, ""],
+            ["run's end to the next one's first step", _gap(root), ""],
         ]
     notes = (
-        f"A sweep of {RUNS} runs. A run's record is three changes: taken, its folder noted, its end; the median of "
-        f"{RECORDED}. Commands: the fastest of five cold processes."
+        f"A sweep of {RUNS} runs of {ROWS} rows each; its report has {size:.1f} MB. A run's record is three changes: "
+        f"taken, its folder noted, its end; the median of {RECORDED}. Commands: the fastest of {ROUNDS} cold "
+        "processes, and the least processor time. First steps: medians."
     )
-    finish("sweep_store", "The sweep's store", ["what", "seconds"], rows, notes)
+    finish("sweep_store", "A sweep's own time", ["what", "seconds", "CPU seconds"], rows, notes)
 
 
 def _record(store: Store, point: Point) -> None:
@@ -73,17 +68,29 @@ def _record(store: Store, point: Point) -> None:
     assert noted and store.change(noted, status=FINISHED, owner="", metrics={"val/loss": 2.0}, wall_s=3.0)
 
 
-def _seconds(action: Callable[[], object], times: int) -> float:
+def _gap(root: Path) -> float:
+    """The median over a sweep's runs, from the moment that a run's summary stood."""
+    seeds = ",".join(map(str, range(ROUNDS + 1)))
+    seconds(["-m", "mgpu_pipe", "-m", *TRAIN, f"seed={seeds}", "sweep.name=gap", f"run.root={root}"], root)
+    folders = [Path(point.folder) for point in find(root, "gap").points()]
+    ends = [(folder / "summary.json").stat().st_mtime for folder in folders]
+    return statistics.median(first_step(later) - end for end, later in zip(ends, folders[1:], strict=False))
+
+
+def _seconds(action: Callable[[], object]) -> float:
     begun = time.perf_counter()
-    for _ in range(times):
-        action()
-    return (time.perf_counter() - begun) / times
+    action()
+    return time.perf_counter() - begun
 
 
-def _program(*words: str) -> float:
-    """The fastest of five starts."""
-    command = [sys.executable, "-m", "mgpu_pipe", *words]
-    return min(_seconds(lambda: subprocess.run(command, check=True, capture_output=True), 1) for _ in range(5))
+def _program(words: list[str], cwd: Path) -> tuple[float, float]:
+    """Of some cold starts the fastest, and the least processor time."""
+    times = []
+    for _ in range(ROUNDS):
+        before = cpu_seconds()
+        times.append((seconds(["-m", "mgpu_pipe", *words], cwd), cpu_seconds() - before))
+    walls, cpus = zip(*times, strict=True)
+    return min(walls), min(cpus)
 
 
 if __name__ == "__main__":

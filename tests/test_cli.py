@@ -25,6 +25,7 @@ from mgpu_pipe.errors import EXIT_STOPPED, DataError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.runs.continue_line import Asked
 from mgpu_pipe.sweep.store import Store, stores
+from tests.support.no_launch import Result, launches_by
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -301,14 +302,6 @@ def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path):
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-@dataclass
-class Result:
-    status: str
-    exit_code: int
-    folder: Path
-    asked_to_stop: bool = False
-
-
 typed: list[Asked] = []
 """What the launcher below was told about the command line."""
 
@@ -316,8 +309,6 @@ typed: list[Asked] = []
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A launcher that starts no processes: what the command line hands over is what is tested here."""
-    import types
-
     seen: list[RunConfig] = []
     typed.clear()
     ends: dict[int, int | Exception] = {}
@@ -332,11 +323,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             raise end
         return Result("finished", end, tmp_path / f"run{len(seen)}", asked_to_stop=len(seen) == ends.get(0))
 
-    local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.launch.sweep_end")
-    local.launch = launch  # type: ignore[attr-defined]
-    shown.show_sweep = lambda runs, folder, again: tables.append(list(runs))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.local", local)
-    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.sweep_end", shown)
+    launches_by(monkeypatch, launch, lambda runs, write, again: tables.append(list(runs)))
     monkeypatch.chdir(tmp_path)
     return seen, ends, tables
 

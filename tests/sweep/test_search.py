@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-import types
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,6 +20,7 @@ from mgpu_pipe.sweep.pruning import promoted, rungs_of
 from mgpu_pipe.sweep.search import Tried, suggest
 from mgpu_pipe.sweep.space import parameter
 from mgpu_pipe.sweep.store import Store, stores
+from tests.support.no_launch import Result, launches_by
 
 SPACE = [
     parameter("optimizer.lr", "tag(log,interval(1e-5,1e-1))"),
@@ -36,14 +34,6 @@ BASE = ["-m", "model=llama_tiny", "trainer.accelerator=cpu", "data=synthetic", "
 def loss(rate: float, step: int) -> float:
     """The best rate is 1e-3; more steps are better, and never change the order."""
     return 2 + abs(math.log10(rate) + 3) + 1 / step
-
-
-@dataclass
-class Result:
-    status: str
-    exit_code: int
-    folder: Path
-    asked_to_stop: bool = False
 
 
 @pytest.fixture
@@ -69,11 +59,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
         (folder / "summary.json").write_text(json.dumps(summary))
         return Result(str(summary["status"]), int(bad), folder)
 
-    local, shown = types.ModuleType("mgpu_pipe.launch.local"), types.ModuleType("mgpu_pipe.launch.sweep_end")
-    local.launch = launch  # type: ignore[attr-defined]
-    shown.show_sweep = lambda runs, folder, again: None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.local", local)
-    monkeypatch.setitem(sys.modules, "mgpu_pipe.launch.sweep_end", shown)
+    launches_by(monkeypatch, launch)
     monkeypatch.chdir(tmp_path)
     return seen
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import types
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,8 +42,16 @@ def take_all(folder: str) -> list[int]:
     return mine
 
 
-def test_no_point_is_taken_twice(store: Store) -> None:
+def test_no_point_is_taken_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add(POINTS)
+    read = json.loads
+
+    def slowly(text: str) -> object:
+        """Time for the others, between reading a record and writing it."""
+        time.sleep(0.002)
+        return read(text)
+
+    monkeypatch.setattr(stores, "json", types.SimpleNamespace(loads=slowly, dumps=json.dumps))
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         taken = [number for mine in pool.map(take_all, [str(store.folder)] * 4) for number in mine]
     assert sorted(taken) == list(range(1, 41))
