@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.support import finish
 from mgpu_pipe.sweep.store import Store
-from tests.support.command import REPOSITORY, column, mgpu
+from tests.support.command import column, mgpu
 from tests.support.slurm_cluster import TINY, Cluster, end_cluster, start_cluster
 from tests.support.slurm_disturbances import Disturb, drain, kill_node, kill_tasks, preempt, requeue, revive, warn
 
@@ -56,6 +56,8 @@ class Disturbances:
 
     Args:
         place: an empty folder for everything.
+        cluster: which programs find by SLURM_CONF.
+        seeds: runs of the sweep.
     """
 
     def __init__(self, place: Path, cluster: Cluster, seed: int, seeds: int = SEEDS) -> None:
@@ -64,7 +66,6 @@ class Disturbances:
         self._cache = place / "cache"
         self.made: Counter[str] = Counter()
         self.attempts = self.runs = 0
-        os.environ.update(cluster.variables, PYTHONPATH=str(REPOSITORY))
         here = place / "undisturbed"
         here.mkdir()
         mgpu(self._cache, here, "-m", *WORDS, self._seeds, "sweep.name=swept", timeout=PATIENCE_S)
@@ -146,6 +147,7 @@ def main() -> None:
         place.chmod(0o755)  # munged wants folders that all may enter
         cluster = start_cluster(place / "cluster")
         try:
+            os.environ.update(cluster.variables)
             disturbances = Disturbances(place, cluster, arguments.seed)
             disturbances.go(arguments.count)
         finally:
