@@ -109,6 +109,9 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
         errors.append(ConfigError("peft.dropout", peft.dropout, "use peft.dropout=0 with strategy.tp", reason))
     if config.precision.name == "fp8":
         errors.append(ConfigError("precision.name", "fp8", "use bf16", "adapters do not compute in float8"))
+    if peft.init_from is not None and config.model.path is None:
+        fix = "give the model that they were trained on by model=hf model.path=<folder>"
+        errors.append(ConfigError("peft.init_from", peft.init_from, fix, "the adapters belong to a model's weights"))
     if config.objective.name == "sequence_classification" and not peft.train_also:
         fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
         errors.append(ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained"))
@@ -121,6 +124,10 @@ def check_freezing(config: RunConfig) -> None:
         from mgpu_pipe.models.build import run_model
 
         run_model(config)
+        if config.peft.init_from is not None:
+            from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
+
+            check_peft_folder(config.peft)
 
 
 def sequence_errors(config: RunConfig) -> list[BadInputError]:

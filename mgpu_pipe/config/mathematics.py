@@ -88,6 +88,7 @@ KINDS: dict[str, Kind] = {
     "optimizer._target_": Kind.FIXED,
     "scheduler": Kind.TOLD,
     "peft": Kind.FIXED,
+    "peft.init_from": Kind.CONTENT,
     "strategy": Kind.FREE,
     "precision": Kind.NOTED,
     "checkpoint": Kind.FREE,

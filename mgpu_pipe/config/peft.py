@@ -24,6 +24,9 @@ class PeftConfig:
     train_also: list[str] = field(default_factory=list)
     """Patterns of parameter names (*, ?, [...]) that are trained as they are, such as *norm.weight."""
 
+    init_from: str | None = None
+    """A folder of the peft package, or of export --adapter, whose adapters the run starts from."""
+
     @property
     def scale(self) -> float:
         """What the low-rank product is multiplied by."""

@@ -14,13 +14,12 @@ from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.tensor_file import Entry, write_tensor_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.adapters.lora import ADAPTER_NAMES, adapter_of, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.adapters.peft_folder import SETTINGS, WEIGHTS, name_in_peft
 from mgpu_pipe.models.fields import class_of
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.load import StoredModel
 
-PREFIX = "base_model.model."
-"""What peft writes before a model's own names."""
 TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM"}
 
 
@@ -78,12 +77,8 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
         "bias": "none",
         "inference_mode": True,
     }
-    (out / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (out / SETTINGS).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored_type = dtype_name(torch.empty(0, dtype=dtype))
-    entries = [Entry(_name_in_peft(name), stored_type, tuple(value.shape)) for name, value in trained.items()]
+    entries = [Entry(name_in_peft(name), stored_type, tuple(value.shape)) for name, value in trained.items()]
     parts = (part for name in trained for part in host_bytes(stored.read(name, dtype)))
-    write_tensor_file(out / "adapter_model.safetensors", entries, {"format": "pt"}, parts)
-
-
-def _name_in_peft(name: str) -> str:
-    return f"{PREFIX}{name}{'.weight' if is_adapter(name) else ''}"
+    write_tensor_file(out / WEIGHTS, entries, {"format": "pt"}, parts)

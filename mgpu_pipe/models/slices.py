@@ -22,6 +22,7 @@ from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import add_adapters
+from mgpu_pipe.models.adapters.peft_folder import first_adapters
 from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
@@ -157,6 +158,10 @@ def read_folder(
         read = read_tensors(twin, readers, parameters, shapes, take, partial(_new_rows, source, twin, seed))
         for name, drawn in check_loading(source, read, twin, seed).items():
             take(name, drawn)
+        trained = {name: tuple(p.shape) for name, p in twin.named_parameters() if p.requires_grad}
+        for name, value in first_adapters(peft, trained):
+            if name in parameters:
+                take(name, value)
 
 
 def read_tensors(

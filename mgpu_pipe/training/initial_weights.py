@@ -19,6 +19,7 @@ from mgpu_pipe.config.resolve import leaves_out_frozen_weights
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.adapters.lora import add_adapters
+from mgpu_pipe.models.adapters.peft_folder import first_adapters
 from mgpu_pipe.models.build import draw_adapters, materialise, run_model
 from mgpu_pipe.models.fields import LABELS
 from mgpu_pipe.models.hub_folder import whole_folder
@@ -62,6 +63,9 @@ def _model_and_filler(
         model = load_pretrained(source, device, config.model, model_class, config.seed)
         add_adapters(model, config.peft)
         draw_adapters(model, config.seed)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name, value in first_adapters(config.peft, {name: tuple(p.shape) for name, p in trained.items()}):
+            trained[name].data.copy_(value)
         return model, None
     if source.path is not None:
         return run_model(config), FolderWeights(source, config.seed, config.peft)

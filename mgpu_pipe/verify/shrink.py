@@ -127,6 +127,7 @@ def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:
     return replace(
         peft,
         r=min(peft.r, MAX_RANK),
+        init_from=None,
         dropout=0.0,
         targets=in_fewer_layers(peft.targets, layers),
         train_also=in_fewer_layers(peft.train_also, layers),
