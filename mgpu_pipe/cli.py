@@ -12,6 +12,7 @@ from mgpu_pipe.completion import asked_shell, complete
 from mgpu_pipe.config.paths import working_directory
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, MgpuError, print_error
 from mgpu_pipe.launch.console import outliving_streams
+from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.stop import asks_for_a_run
 
 PROGRAM = "mgpu-pipe"
@@ -38,12 +39,7 @@ def program() -> NoReturn:
     from mgpu_pipe.config.threads import limit_threads
 
     limit_threads(os.environ)
-    code = main()
-    if "torch" in sys.modules:
-        from mgpu_pipe.launch.process_exit import exit_now
-
-        exit_now(code)
-    sys.exit(code)
+    exit_now(main())
 
 
 def main(arguments: list[str] | None = None) -> int:
