@@ -14,11 +14,12 @@ from typing import Any
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.hydra_cli import SweepWords
+from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, raised_by
-from mgpu_pipe.launch.composed import each_point, notices_of
+from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, launched, notices_of
 from mgpu_pipe.runs.continue_line import hydra_quoted
 from mgpu_pipe.sweep.point import FAILED, Point
 from mgpu_pipe.sweep.pruning import rungs_of
@@ -289,9 +290,11 @@ def _by_hydra(parsed: Namespace, store: Store) -> int:
     words = ["mgpu-pipe", *map(str, store.asked["words"])]
 
     def job(composition: Composition) -> int:
+        if int(existing_world(os.environ).get("RANK", "0")):  # a launcher's job of several tasks: one of them records
+            checked(composition)
+            return launched(composition, words).exit_code
         (point,) = store.add([[[*composition.swept]]])
         return run_composed(store, point, composition, words)
 
     code = each_point(parsed, job, keep=True)
-    conclude(store)
-    return code
+    return max(code, conclude(store), key=WORST_LAST.index)

@@ -249,7 +249,7 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
         point = store.change(point, folder=str(folder)) or point
 
     try:
-        checked(composition)
+        checked(composition, joins=True)
         result = launched(composition, command, chosen)
     except MgpuError as error:
         return _refuse(store, point, error)
