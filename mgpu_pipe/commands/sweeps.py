@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -168,16 +168,23 @@ def _show(store: Store, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _resume(store: Store, more: list[str]) -> int:
+def _run_left(store: Store, command: Sequence[str], numbers: Collection[int] = ()) -> int:
+    """Run what is left of a sweep, or submit it where it is an array of SLURM's."""
+    if store.asked.get("launcher") == "slurm":
+        from mgpu_pipe.sweep.slurm_array import submit_left
+
+        return submit_left(store, command, numbers)
     from mgpu_pipe.sweep.work import work
 
+    return work(store, command, numbers)
+
+
+def _resume(store: Store, more: list[str]) -> int:
     _back_to(store)
-    return work(store, ["mgpu-pipe", "sweeps", "resume", store.name])
+    return _run_left(store, ["mgpu-pipe", "sweeps", "resume", store.name])
 
 
 def _retry(store: Store, more: list[str]) -> int:
-    from mgpu_pipe.sweep.work import work
-
     chosen = {positive_int(word) if word.isdigit() else _no_number(word) for word in more}
     points = store.points()
     again = [point for point in points if point.status in (*ENDED_BADLY, CANCELLED)]
@@ -189,7 +196,9 @@ def _retry(store: Store, more: list[str]) -> int:
     for point in again:
         store.change(point, status=WAITING, reason="", exit_code=0)
     _back_to(store)
-    return work(store, ["mgpu-pipe", "sweeps", "retry", store.name, *more], {point.number for point in again} or {0})
+    return _run_left(
+        store, ["mgpu-pipe", "sweeps", "retry", store.name, *more], {point.number for point in again} or {0}
+    )
 
 
 def _no_number(word: str) -> int:
@@ -198,13 +207,12 @@ def _no_number(word: str) -> int:
 
 def _extend(store: Store, more: list[str]) -> int:
     from mgpu_pipe.sweep.extend import extend
-    from mgpu_pipe.sweep.work import work
 
     if not more:
         raise BadInputError(f"mgpu-pipe sweeps extend {store.name}: give values, such as optimizer.lr=1e-4,3e-4")
     _back_to(store)
     extend(store, more)
-    return work(store, ["mgpu-pipe", "sweeps", "extend", store.name, *more])
+    return _run_left(store, ["mgpu-pipe", "sweeps", "extend", store.name, *more])
 
 
 def _cancel(store: Store, more: list[str]) -> int:

@@ -17,11 +17,13 @@ from mgpu_pipe.errors import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_STOPPED,
+    BadInputError,
     ConfigError,
     ConfigErrors,
     MgpuError,
     one_line,
     print_error,
+    raised_by,
 )
 from mgpu_pipe.launch.stop import stop_requested
 
@@ -191,6 +193,15 @@ def notices_of(composition: Composition, *, joins: bool = False) -> list[Notice]
 
             refuse_alone(composition.config, error.exit_code)
         raise
+
+
+def errors_of(composition: Composition) -> list[BadInputError]:
+    """Everything that can be known to be wrong with a point."""
+
+    def check() -> None:
+        notices_of(composition)
+
+    return raised_by(check)
 
 
 def tell(notices: Iterable[Notice]) -> None:

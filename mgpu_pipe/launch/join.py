@@ -169,10 +169,13 @@ def _plan_on_rank_zero(
     return shared, lock
 
 
+def is_node(joined: Mapping[str, str], config: RunConfig) -> bool:
+    """Whether this process is one of srun's tasks, a node each, and has several workers to start; never torchrun's."""
+    return joined.get("LOCAL_WORLD_SIZE") == "1" and devices_per_node(config) > 1
+
+
 def refuse_alone(config: RunConfig, exit_code: int) -> None:
     """Rank 0, which found what the others did not look for: they leave with its exit code instead of waiting."""
-    from mgpu_pipe.launch.node import is_node
-
     joined = existing_world(os.environ)
     os.environ.update(joined)
     world = World.from_environment(joined)

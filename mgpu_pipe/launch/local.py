@@ -45,8 +45,8 @@ def launch(config: RunConfig, asked: Asked) -> LaunchResult:
     joined = existing_world(os.environ)
     prepare_extensions(config)
     if joined:
-        from mgpu_pipe.launch.join import join
-        from mgpu_pipe.launch.node import is_node, launch_node
+        from mgpu_pipe.launch.join import is_node, join
+        from mgpu_pipe.launch.node import launch_node
 
         return (launch_node if is_node(joined, config) else join)(joined, config, asked)
     if config.trainer.num_nodes > 1:

@@ -45,11 +45,6 @@ ANSWER_S = 20.0
 """How long the tasks wait for one another at the end, beyond the time that workers get to save."""
 
 
-def is_node(joined: Mapping[str, str], config: RunConfig) -> bool:
-    """Whether this process is one of srun's tasks, a node each, and has several workers to start; never torchrun's."""
-    return joined.get("LOCAL_WORLD_SIZE") == "1" and devices_per_node(config) > 1
-
-
 def launch_node(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchResult:
     """Run this node's part of the run.
 

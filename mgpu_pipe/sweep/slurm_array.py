@@ -15,14 +15,17 @@ from mgpu_pipe.config.hydra_cli import SweepWords
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, one_line
 from mgpu_pipe.launch import slurm
+from mgpu_pipe.launch.composed import errors_of
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script
 from mgpu_pipe.launch.slurm_submitted import POINTS, keep_job
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
 from mgpu_pipe.runs.folder import RunFolder
+from mgpu_pipe.sweep.grid import grid
 from mgpu_pipe.sweep.point import FINISHED, GOES_ON, Point
 from mgpu_pipe.sweep.store import Store, create, writing
+from mgpu_pipe.sweep.work import parsed_again
 
 
 def submit_sweep(asked: SweepWords, wanted: dict[str, object], command: Sequence[str]) -> int:
@@ -34,8 +37,6 @@ def submit_sweep(asked: SweepWords, wanted: dict[str, object], command: Sequence
     Raises:
         BadInputError: a point cannot run, or SLURM refuses; nothing is left then, and nothing was submitted.
     """
-    from mgpu_pipe.sweep.start import grid
-
     slurm.check_commands()
     errors = list(_errors(asked.config))
     if errors:
@@ -104,9 +105,6 @@ def _composed(wanted: Mapping[str, object], points: Mapping[int, list[str]]) -> 
     Raises:
         BadInputError: some cannot run, each of which is told.
     """
-    from mgpu_pipe.sweep.start import errors_of
-    from mgpu_pipe.sweep.work import parsed_again
-
     parsed = parsed_again(list(map(str, _listed(wanted["flags"]))), list(map(str, _listed(wanted["fixed"]))))
     made: dict[int, Composition] = {}
     bad, first = 0, ""

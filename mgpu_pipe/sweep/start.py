@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import itertools
 import os
 import sys
 from argparse import Namespace
@@ -19,14 +17,15 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, raised_by
-from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, launched, notices_of
-from mgpu_pipe.runs.continue_line import hydra_quoted
+from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, errors_of, launched
+from mgpu_pipe.sweep.grid import grid
 from mgpu_pipe.sweep.point import FAILED, Point
 from mgpu_pipe.sweep.pruning import rungs_of
 from mgpu_pipe.sweep.search import check_installed
+from mgpu_pipe.sweep.slurm_array import submit_sweep
 from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, parameter
 from mgpu_pipe.sweep.store import Store, create
-from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, with_seeds, work
+from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, work
 
 MEASURED = (
     "throughput/tokens_per_s",
@@ -56,8 +55,6 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     asked = hydra_cli.read_sweep(parsed)
     record = recorded(asked, words)
     if asked.plain and asked.launcher == "slurm":
-        from mgpu_pipe.sweep.slurm_array import submit_sweep
-
         return submit_sweep(asked, record, ["mgpu-pipe", *words])
     if not asked.plain:
         return _by_hydra(parsed, create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record))
@@ -192,57 +189,6 @@ def ends(space: Sequence[Parameter]) -> list[list[str]]:
     return points
 
 
-def grid(asked: SweepWords) -> list[list[list[str]]]:
-    """Every combination of the values in the command line and the rows of ``sweep.points``, each for every seed.
-
-    Raises:
-        ConfigError: a key has a range of values, which cannot be enumerated.
-    """
-    listed: list[list[list[str]]] = []
-    for key, values in asked.values.items():
-        if not isinstance(values, list):
-            text = str(values.input_line).partition("=")[2]
-            raise ConfigError(key, text, "list its values, a,b,c or range(1,9,2)", "a range has no end of values")
-        listed.append([[value] for value in values])
-    if asked.config.sweep.points is not None:
-        listed.insert(0, read_points(Path(asked.config.sweep.points).expanduser()))
-    settings = ([word for part in point for word in part] for point in itertools.product(*listed))
-    return [with_seeds(point, asked.config.seed, asked.config.sweep.seeds) for point in settings]
-
-
-def read_points(path: Path) -> list[list[str]]:
-    """The overrides of every row of a csv file of points.
-
-    Raises:
-        ConfigError: the file cannot be read, has no row, or a row of another length.
-    """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            header, *rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
-        raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
-    if not rows:
-        raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
-    for number, row in enumerate(rows, 2):
-        if len(row) != len(header):
-            reason = f"line {number} has {len(row)} values for {len(header)} keys"
-            raise ConfigError("sweep.points", path, "quote a value that has commas", reason)
-    return [[f"{key.strip()}={_value(key, cell)}" for key, cell in zip(header, row, strict=True)] for row in rows]
-
-
-def _value(key: str, cell: str) -> str:
-    """A cell as Hydra reads it: a number, word, list or mapping as it stands, any other text quoted."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    text = cell.strip()
-    try:
-        one = OverridesParser.create().parse_override(f"{key.strip()}={text}")
-    except HydraException:
-        return hydra_quoted(text)
-    return hydra_quoted(text) if one.is_sweep_override() else one.get_value_element_as_str()
-
-
 def errors_by_point(
     flags: Sequence[str], fixed: Sequence[str], trials: Iterable[Iterable[Sequence[str]]]
 ) -> dict[int, list[BadInputError]]:
@@ -251,15 +197,6 @@ def errors_by_point(
     parsed = parsed_again(flags, fixed)
     composed = hydra_cli.compose_each(parsed, points)
     return {at: errors for at, made in enumerate(composed) if (errors := errors_of(made))}
-
-
-def errors_of(composition: Composition) -> list[BadInputError]:
-    """Everything that can be known to be wrong with a point."""
-
-    def check() -> None:
-        notices_of(composition)
-
-    return raised_by(check)
 
 
 def refuse(store: Store, points: Sequence[Point], refused: dict[int, list[BadInputError]]) -> None:

@@ -65,10 +65,6 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
     """
     from mgpu_pipe.sweep import parallel
 
-    if store.asked.get("launcher") == "slurm":
-        from mgpu_pipe.sweep.slurm_array import submit_left
-
-        return submit_left(store, command, numbers)
     if store.asked["parallel"] > 1 and not parallel.is_worker():
         parallel.work_together(store, numbers)
         return conclude(store)

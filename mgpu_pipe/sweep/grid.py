@@ -1,0 +1,63 @@
+"""The points of a grid: every combination of the values in the command line and in a file."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+
+from mgpu_pipe.config.hydra_cli import SweepWords
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.runs.continue_line import hydra_quoted
+from mgpu_pipe.sweep.work import with_seeds
+
+
+def grid(asked: SweepWords) -> list[list[list[str]]]:
+    """Every combination of the values in the command line and the rows of ``sweep.points``, each for every seed.
+
+    Raises:
+        ConfigError: a key has a range of values, which cannot be enumerated.
+    """
+    listed: list[list[list[str]]] = []
+    for key, values in asked.values.items():
+        if not isinstance(values, list):
+            text = str(values.input_line).partition("=")[2]
+            raise ConfigError(key, text, "list its values, a,b,c or range(1,9,2)", "a range has no end of values")
+        listed.append([[value] for value in values])
+    if asked.config.sweep.points is not None:
+        listed.insert(0, read_points(Path(asked.config.sweep.points).expanduser()))
+    settings = ([word for part in point for word in part] for point in itertools.product(*listed))
+    return [with_seeds(point, asked.config.seed, asked.config.sweep.seeds) for point in settings]
+
+
+def read_points(path: Path) -> list[list[str]]:
+    """The overrides of every row of a csv file of points.
+
+    Raises:
+        ConfigError: the file cannot be read, has no row, or a row of another length.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            header, *rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
+        raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
+    if not rows:
+        raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            reason = f"line {number} has {len(row)} values for {len(header)} keys"
+            raise ConfigError("sweep.points", path, "quote a value that has commas", reason)
+    return [[f"{key.strip()}={_value(key, cell)}" for key, cell in zip(header, row, strict=True)] for row in rows]
+
+
+def _value(key: str, cell: str) -> str:
+    """A cell as Hydra reads it: a number, word, list or mapping as it stands, any other text quoted."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    text = cell.strip()
+    try:
+        one = OverridesParser.create().parse_override(f"{key.strip()}={text}")
+    except HydraException:
+        return hydra_quoted(text)
+    return hydra_quoted(text) if one.is_sweep_override() else one.get_value_element_as_str()
