@@ -53,6 +53,7 @@ AT_LEAST_ZERO = (
     "data.validation_fraction",
     "optimizer.weight_decay",
     "scheduler.warmup_steps",
+    "scheduler.warmup_ratio",
     "scheduler.min_lr_ratio",
     "checkpoint.keep_last",
     "checkpoint.keep_best",
@@ -66,7 +67,7 @@ ABOVE_ZERO = (
     "launch.stop_timeout",
     "launch.collective_timeout",
 )
-AT_MOST = {"scheduler.min_lr_ratio": 1.0, "data.numbers.digits": 9, "seed": 2**63 - 1}
+AT_MOST = {"scheduler.min_lr_ratio": 1.0, "scheduler.warmup_ratio": 1.0, "data.numbers.digits": 9, "seed": 2**63 - 1}
 FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
 """Keys whose texts may be empty."""
 
@@ -267,13 +268,17 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
     if total is None or total < 1 or scheduler.warmup_steps < 0:  # range_errors reports the latter two
         return []
     errors = []
+    if scheduler.warmup_ratio is not None and scheduler.warmup_steps:
+        reason = f"scheduler.warmup_steps={scheduler.warmup_steps} is set too"
+        return [ConfigError("scheduler.warmup_ratio", scheduler.warmup_ratio, "leave one of the two out", reason)]
+    warmup = scheduler.warmup(total)
     source = "scheduler.total_steps" if scheduler.total_steps else "trainer.max_steps"
     if scheduler.warmup_steps > total:
         reason = f"longer than {source}={total}"
         errors.append(ConfigError("scheduler.warmup_steps", scheduler.warmup_steps, f"use at most {total}", reason))
-    elif scheduler.name == "wsd" and scheduler.decay_steps and scheduler.warmup_steps + scheduler.decay_steps > total:
+    elif scheduler.name == "wsd" and scheduler.decay_steps and warmup + scheduler.decay_steps > total:
         reason = f"warm-up and decay are longer than {source}={total}"
-        fix = f"use at most {total - scheduler.warmup_steps}"
+        fix = f"use at most {total - warmup}"
         errors.append(ConfigError("scheduler.decay_steps", scheduler.decay_steps, fix, reason))
     return errors
 

@@ -7,6 +7,7 @@ schema`` reads it from there. Sizes that may be ``auto`` are typed ``int | Liter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -190,12 +191,18 @@ class SchedulerConfig:
     """constant, linear, cosine, or wsd (warm-up, stable, decay); each after the warm-up."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
+    warmup_ratio: float | None = None
+    """The same as a share of total_steps, rounded up; in the place of warmup_steps."""
     decay_steps: int | None = None
     """wsd: optimizer steps of the final linear decay; null is a tenth of total_steps."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a share of the peak."""
     total_steps: int | None = None
     """Horizon in optimizer steps; null is the first launch's trainer.max_steps, which a resume keeps."""
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of warm-up of a run of that horizon."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * total_steps)
 
 
 @dataclass

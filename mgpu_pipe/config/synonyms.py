@@ -19,7 +19,7 @@ MEANT: tuple[tuple[str, str], ...] = (
         "lr_scheduler lr_scheduler_type lr_schedule schedule lr_decay_style",
     ),
     ("scheduler.warmup_steps", "warmup warmup_iters num_warmup_steps lr_warmup_steps"),
-    ("use scheduler.warmup_steps (a number of optimizer steps)", "warmup_ratio warmup_fraction"),
+    ("scheduler.warmup_ratio", "warmup_ratio warmup_fraction"),
     (BATCH, "batch_size bs train_batch_size total_batch_size effective_batch_size batch global_batch"),
     (
         MICRO,

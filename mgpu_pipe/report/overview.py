@@ -164,7 +164,9 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
 
 def _optimizer(config: RunConfig) -> str:
     optimizer, scheduler = config.optimizer, config.scheduler
-    warmup = f" after {scheduler.warmup_steps} steps of warm-up" if scheduler.warmup_steps else ""
+    ratio = scheduler.warmup_ratio
+    length = f"{scheduler.warmup_steps} steps" if ratio is None else f"{100 * ratio:g}% of all steps"
+    warmup = f" after {length} of warm-up" if scheduler.warmup_steps or ratio else ""
     name, clip = optimizer._target_.rpartition(".")[2], config.trainer.gradient_clip_val
     clipped = "" if clip is None else f", gradient norm clipped to {clip:g}"
     return f"{name}, lr {optimizer.lr:g} {scheduler.name}{warmup}, weight decay {optimizer.weight_decay:g}{clipped}"

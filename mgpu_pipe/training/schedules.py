@@ -13,12 +13,12 @@ WSD_DECAY_SHARE = 0.1
 def build_schedule(config: SchedulerConfig, total_steps: int) -> Callable[[int], float]:
     """The factor of the peak learning rate for a zero-based optimizer step.
 
-    After ``warmup_steps`` of linear warm-up (step 0 takes ``1 / warmup_steps`` of the peak): ``constant``;
+    After ``warmup`` steps of linear warm-up (step 0 takes ``1 / warmup`` of the peak): ``constant``;
     ``linear`` or ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983) down to ``min_lr_ratio`` at the horizon;
     ``wsd`` (Hu et al. 2024, arXiv:2404.06395): stable, then linear over the last ``decay_steps``. Steps beyond the
     horizon keep the final value.
     """
-    warmup, floor = config.warmup_steps, config.min_lr_ratio
+    warmup, floor = config.warmup(total_steps), config.min_lr_ratio
     decay = config.decay_steps if config.decay_steps is not None else max(1, round(total_steps * WSD_DECAY_SHARE))
 
     def share_left(step: int, start: int) -> float:

@@ -55,6 +55,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["model.config.num_hiden_layers=3"], "did you mean model.config.num_hidden_layers?"),
         (["trainer.max_steps=null"], "give trainer.max_steps or trainer.max_epochs"),
         (["trainer.max_epochs=2"], "add trainer.max_steps=null"),
+        (["scheduler.warmup_ratio=1.5"], "scheduler.warmup_ratio=1.5: use "),
+        (
+            ["scheduler.warmup_ratio=0.1", "scheduler.warmup_steps=5"],
+            "scheduler.warmup_steps=5 is set too; leave one of",
+        ),
         (["scheduler.warmup_steps=200"], "longer than trainer.max_steps=100; use at most 100"),
         (["scheduler=wsd", "scheduler.warmup_steps=60", "scheduler.decay_steps=50"], "use at most 40"),
         (["data=jsonl"], "data.paths=[]: data.source=jsonl reads files"),

@@ -16,6 +16,8 @@ def factors(total: int, **fields) -> list[float]:
 
 def test_warm_up_is_linear_and_reaches_the_peak():
     assert factors(10, name="constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors(10, name="cosine", warmup_ratio=0.31) == factors(10, name="cosine", warmup_steps=4)
+    assert factors(10, name="cosine", warmup_ratio=0.0) == factors(10, name="cosine")
 
 
 def test_cosine_is_half_way_at_half_time_and_keeps_its_floor_beyond_the_horizon():
