@@ -8,6 +8,7 @@ NAMES = (
     "runs_listing",
     "pages",
     "sweep_store",
+    "sweep_search",
     "slurm",
     "step_overhead",
     "step_time",
