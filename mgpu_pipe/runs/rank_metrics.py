@@ -27,6 +27,7 @@ def rank_writer(paths: RunPaths, rank: int, world_size: int, start_step: int) ->
     if world_size == 1:
         return None
     own = paths.rank_metrics(rank)
+    own.parent.mkdir(parents=True, exist_ok=True)
     if own.exists():
         truncate_after(own, start_step)
     return MetricsWriter(own, columns=OWN_COLUMNS)

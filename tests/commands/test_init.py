@@ -64,7 +64,7 @@ def test_every_command_of_its_readme_runs(project: Path, cache: Path, tmp_path: 
             continue
         done = run_program([*words, *([] if words[0] in ("check", "ls") else SHORT)], project, known, 240)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert "data.largest  a whole number. The largest number that is added." in done.stdout
+    assert "data.largest=20  a whole number. The largest number that is added." in done.stdout
     done = run_program(["check", "experiment=sums", "data.largst=3"], project, known, 60)
     assert "did you mean data.largest?" in done.stderr
 

@@ -67,9 +67,9 @@ def program(site: Path, cache: Path, tmp_path: Path):  # type: ignore[no-untyped
 
 def test_the_packages_train_are_evaluated_verified_and_resumed(program, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     for group, name, key in (
-        ("data", "counting", "longest_step  a whole number. The sequences"),
-        ("objective", "focal_loss", "gamma  a number. How much less"),
-        ("strategy", "logged_mesh", "log_digits  a whole number. Digits"),
+        ("data", "counting", "longest_step=7  a whole number. The sequences"),
+        ("objective", "focal_loss", "gamma=2.0  a number. How much less"),
+        ("strategy", "logged_mesh", "log_digits=6  a whole number. Digits"),
     ):
         listed = program("ls", group).stdout
         assert f" {name} " in listed and f"    {group}.{key}" in listed

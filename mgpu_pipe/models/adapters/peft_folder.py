@@ -100,7 +100,8 @@ def check_peft_folder(keys: PeftConfig) -> dict[str, Any]:
 
 
 def _listed(modules: object) -> str:
-    return f"[{','.join(map(str, modules))}]" if isinstance(modules, list) else str(modules)
+    # peft writes a set, in an order of its own.
+    return f"[{','.join(sorted(map(str, modules)))}]" if isinstance(modules, list) else str(modules)
 
 
 def _refused(keys: PeftConfig, fix: str, reason: str) -> ConfigError:
