@@ -93,9 +93,10 @@ def make_folders(path: Path) -> None:
     """Make ``path`` and its missing parents, each flushed into the folder above it.
 
     Raises:
-        FileExistsError: there is a file, or somebody else has made ``path`` meanwhile (a parent may be made by others).
+        FileExistsError: ``path`` is there, perhaps made by somebody else just now (a parent may be made by others).
     """
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    # Whether ``path`` is there is not asked beforehand: of several processes, one alone makes it.
+    missing = [path, *(folder for folder in path.parents if not folder.exists())]
     for folder in reversed(missing):
         try:
             make_folder(folder)

@@ -125,7 +125,8 @@ def write(
 
     def begin() -> None:
         if rank == 0:
-            files.make_folders(root)
+            if not root.is_dir():
+                files.make_folders(root)
             layout.clean(root)
             files.make_folder(folder)
 

@@ -327,3 +327,21 @@ def test_a_run_that_was_gone_on_in_with_other_settings_is_nobodys_own(tmp_path: 
     keep_attempt_config(spliced, 2)
     fresh = choose_folder(config)
     assert fresh.created and "is another (optimizer.lr=0.0003 there, 0.5 here)" in fresh.note
+
+
+def test_a_folder_that_another_process_makes_after_the_look_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process makes the folder between the question whether it is there and its making."""
+    from mgpu_pipe.checkpoint import files
+
+    make, names = files.make_folders, list[Path]()
+
+    def made_meanwhile(path: Path) -> None:
+        if path.parent.name == "study" and not names:
+            names.append(path)
+            path.mkdir()
+        make(path)
+
+    monkeypatch.setattr(files, "make_folders", made_meanwhile)
+    assert choose_folder(config_in(tmp_path)).paths.root not in names and names
