@@ -42,14 +42,14 @@ def ask(command: Sequence[str], timeout_s: float | None = None) -> str:
     """What one of SLURM's commands prints.
 
     Raises:
-        BadInputError: there is none, it fails, or it does not answer in time.
+        BadInputError: SLURM is not installed here, or refuses, or does not answer in time.
     """
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise BadInputError(f"{shlex.join(command)}: no answer within {timeout_s:g} s") from None
     except FileNotFoundError:
-        raise BadInputError(f"{command[0]}: there is none on this machine; use a login node of the cluster") from None
+        raise BadInputError(f"{command[0]}: is not installed on this machine; use a login node of the cluster") from None
     if done.returncode:
         raise BadInputError(f"{shlex.join(command)}: {said(done)}")
     return done.stdout
