@@ -49,7 +49,7 @@ def ask(command: Sequence[str], timeout_s: float | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise BadInputError(f"{shlex.join(command)}: no answer within {timeout_s:g} s") from None
     except FileNotFoundError:
-        raise BadInputError(f"{command[0]}: is not installed on this machine; use a login node of the cluster") from None
+        raise BadInputError(f"{command[0]}: is not on this machine; use a login node of the cluster") from None
     if done.returncode:
         raise BadInputError(f"{shlex.join(command)}: {said(done)}")
     return done.stdout

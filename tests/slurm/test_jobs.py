@@ -75,7 +75,7 @@ def test_jobs_are_listed_followed_queued_again_and_cancelled(
         (["cancel"], "say which run"),
         (["requeue", "nowhere"], "nowhere: no folder or job that SLURM knows"),
         (["list", "a"], "lists all"),
-        ([], "squeue: is not installed on this machine"),
+        ([], "squeue: is not on this machine"),
     ],
 )
 def test_what_cannot_be_done_is_said(
