@@ -157,15 +157,19 @@ def _plan_on_rank_zero(
     config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack, each: int
 ) -> tuple[SharedPlan, RunLock]:
     """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that no rank waits for it."""
+    others = range(each, world.world_size, each)
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
         lock = resources.enter_context(RunLock(folder.paths.lock))
         shared = _settle(config, world, asked, folder)
         lock.training()
     except MgpuError as error:
-        _say_refused(store, error.exit_code, range(each, world.world_size, each))
+        _say_and_leave(store, {"exit_code": error.exit_code}, others)
         raise
-    store.set(OFFER, json.dumps(asdict(shared)))
+    if shared.train:
+        store.set(OFFER, json.dumps(asdict(shared)))
+    else:
+        _say_and_leave(store, asdict(shared), others)
     return shared, lock
 
 
@@ -180,12 +184,12 @@ def refuse_alone(config: RunConfig, exit_code: int) -> None:
     os.environ.update(joined)
     world = World.from_environment(joined)
     each = devices_per_node(config) if is_node(joined, config) else 1
-    _say_refused(rendezvous(config), exit_code, range(each, world.world_size * each, each))
+    _say_and_leave(rendezvous(config), {"exit_code": exit_code}, range(each, world.world_size * each, each))
 
 
-def _say_refused(store: Store, exit_code: int, others: Sequence[int]) -> None:
-    """Tell the others that there will be no run, and wait until they know: the store leaves with this process."""
-    store.set(OFFER, json.dumps({"exit_code": exit_code}))
+def _say_and_leave(store: Store, offer: Mapping[str, object], others: Sequence[int]) -> None:
+    """Tell the others that nothing will be trained, and wait until they know: the store leaves with this process."""
+    store.set(OFFER, json.dumps(offer))
     wait_for(store, [f"{HEARD}/{rank}" for rank in others], timeout=LEAVING_S)
 
 
@@ -222,9 +226,10 @@ def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPl
     """The other ranks: take rank 0's decisions, if it read the same configuration."""
     wait_for(store, [OFFER])  # the data may have to be prepared first
     told = json.loads(store.get(OFFER))
-    if "exit_code" in told:
+    if not told.get("train"):
         with suppress(RuntimeError):  # rank 0 waited long enough, and is gone
             store.set(f"{HEARD}/{rank}", "")
+    if "exit_code" in told:
         raise SystemExit(told["exit_code"])  # rank 0 has said why
     shared = SharedPlan(**told)
     if shared.config_hash != _hash(config):

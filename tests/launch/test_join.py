@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from torch.distributed import HashStore
 from mgpu_pipe.config import resolve
 from mgpu_pipe.config.joined_world import existing_world, first_host, joined_processes, tasks_per_node
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig, StrategyConfig, TrainerConfig
+from mgpu_pipe.config.schema import RunConfig, RunOptions, StrategyConfig, TrainerConfig
 from mgpu_pipe.data.cache import locked
 from mgpu_pipe.data.text.prepare import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
+from mgpu_pipe.launch import join
 from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.join import _with_its_cause, check_world, prepare_on_every_node
+from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, check_world, prepare_on_every_node
 from mgpu_pipe.launch.worker import NODE_LOCK
 from mgpu_pipe.launch.workers import is_stopped
+from mgpu_pipe.runs.continue_line import Asked
 from mgpu_pipe.runs.lock import process_identity
 from tests.data.support import config as data_config
 from tests.launch.launching import until
@@ -232,3 +235,25 @@ def test_a_stopped_peer_is_named_where_its_world_has_no_launcher_that_watches() 
     finally:
         sleeper.kill()
         sleeper.wait()
+
+
+def test_rank_zero_of_a_complete_run_stays_until_the_others_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, config = HashStore(), RunConfig(run=RunOptions(dir=str(tmp_path)))
+    complete = SharedPlan(str(tmp_path), join._hash(config), "", 1, train=False)
+    monkeypatch.setattr(join, "_settle", lambda *_: complete)
+
+    def rank_zero() -> None:
+        with ExitStack() as resources:
+            agree(config, World(0, 0, 2, 2, "127.0.0.1", 0), Asked([], []), store, resources)
+
+    first = threading.Thread(target=rank_zero, daemon=True)
+    first.start()
+    first.join(1.0)
+    assert first.is_alive()  # the store leaves with its process
+    with ExitStack() as resources:
+        shared, _ = agree(config, World(1, 1, 2, 2, "127.0.0.1", 0), Asked([], []), store, resources)
+    assert shared == complete
+    first.join(5.0)
+    assert not first.is_alive()
