@@ -29,6 +29,10 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("format_version", "step", "tensors", "files", "root")
 
 
+class OtherFormatError(CheckpointError):
+    """The checkpoint is as it was written, by another version of this program."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor's whole shape, its safetensors dtype, and the file that holds each of its tensor slices."""
@@ -100,14 +104,18 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     """The manifest in ``data``; ``where`` names it in errors.
 
     Raises:
+        OtherFormatError: another version of this program wrote it.
         CheckpointError: anything missing, unknown, of a wrong type, unsafe or contradictory.
     """
     value = as_object(parse(data, where), where)
     version = value.get("format_version")
+    root = as_text(value.pop("root", ""), f"{where}: root")
+    unchanged = root == _root_hash(value)
     if type(version) is not int or version != FORMAT_VERSION:
-        raise CheckpointError(f"{where}: format version {version!r}; this program reads version {FORMAT_VERSION}")
-    as_object(value, where, _KEYS)
-    if as_text(value.pop("root"), f"{where}: root") != _root_hash(value):
+        kind = OtherFormatError if unchanged else CheckpointError
+        raise kind(f"{where}: format version {version!r}; this program reads version {FORMAT_VERSION}")
+    as_object(value, where, _KEYS[:-1])
+    if not unchanged:
         raise CheckpointError(f"{where}: was changed after it was written: its root hash differs")
     records = {
         _safe_name(name, where): _parse_record(record, f"{where}: files: {name}")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.integrity import Verify, check_folder, read_state
+from mgpu_pipe.checkpoint.manifest import OtherFormatError
 from mgpu_pipe.checkpoint.ruined import ruined_steps
 from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.errors import CheckpointError
@@ -31,7 +32,8 @@ def inspect(folder: Path, verify: Verify, step: int | None = None) -> Step:
         if step is not None and manifest.step != step:
             raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
     except CheckpointError as error:
-        return Step(-1 if step is None else step, folder, (str(error),))
+        other = isinstance(error, OtherFormatError)
+        return Step(-1 if step is None else step, folder, (str(error),), other_format=other)
     return Step(manifest.step, folder)
 
 
@@ -56,7 +58,7 @@ def newest_valid(
         before: take a step below this one.
 
     Raises:
-        CheckpointError: a damaged step, with ``on_corruption="stop"``.
+        CheckpointError: a damaged step, with ``on_corruption="stop"``; a step that another version wrote.
     """
     ruined, last_resort = ruined_steps(root), None
     for step, path in reversed(layout.committed(root).items()):
@@ -70,6 +72,8 @@ def newest_valid(
         if info.whole:
             last_resort = last_resort or info
             continue
+        if info.other_format:  # an older step would lose what the other version has trained
+            raise CheckpointError(f"{info.faults[0]}; use the version of mgpu_pipe that wrote it, or another run.dir")
         if on_corruption == "stop":
             raise CheckpointError(f"{info.faults[0]}; set checkpoint.on_corruption=fallback to take the step before it")
         _log.warning("checkpoint of step %d is left out: %s", step, info.faults[0])

@@ -24,6 +24,8 @@ class Step:
     """Content of state.json, as far as it can be read."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration it was saved under, as written (nothing of the environment), as far as it can be read."""
+    other_format: bool = False
+    """Another version of this program wrote it."""
     ruined: bool = False
     """No finite step followed it (see ``checkpoint.ruined``)."""
 

@@ -155,7 +155,7 @@ def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, obje
         return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
     program, root = this_program(), str(paths.root)
     generates = description(str(summary.get("objective"))).attention == "causal"
-    prompt = next(iter(getattr(config.objective, "sample_prompts", ())), "def ")
+    prompt = next(iter(getattr(config.objective, "sample_prompts", ())), "The ")
     if config.data.holds_conversations():
         tries = {"chat": shlex.join([*program, "chat", root])}
     else:

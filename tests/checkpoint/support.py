@@ -5,13 +5,17 @@ The oracle of every cut is plain slicing of the whole tensor, which every proces
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mgpu_pipe.checkpoint.host import select
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
 Cut = Callable[[str, tuple[int, ...], int, int], list[TensorSlice]]
@@ -131,3 +135,12 @@ def flip_bit(path: Path, position: int) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest as an enemy would: with a root hash that fits."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["root"]
+    change(manifest)
+    path.write_bytes(canonical({**manifest, "root": hashlib.sha256(canonical(manifest)).hexdigest()}))

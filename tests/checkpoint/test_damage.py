@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,10 +14,9 @@ import torch
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, record_of
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import inspect
-from mgpu_pipe.checkpoint.strict_json import canonical
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
-from tests.checkpoint.support import cut_shards, empty_like, flip_bit, model_tensors, save_alone, whole
+from tests.checkpoint.support import cut_shards, empty_like, flip_bit, model_tensors, rewrite, save_alone, whole
 
 MODEL = "model-00000.safetensors"
 
@@ -36,15 +33,6 @@ def folder(good: Path, tmp_path: Path) -> Path:
 
 def _read(folder: Path, verify: str = "full") -> None:
     CheckpointReader(folder, verify).read(empty_like(cut_shards(model_tensors(3), whole)), "model")  # type: ignore
-
-
-def _rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest as an enemy would: with a root hash that fits."""
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["root"]
-    change(manifest)
-    path.write_bytes(canonical({**manifest, "root": hashlib.sha256(canonical(manifest)).hexdigest()}))
 
 
 @pytest.mark.parametrize("name", [MODEL, "optimizer-00000.safetensors", "state.json", "config.yaml", "manifest.json"])
@@ -179,7 +167,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_manifest_that_lies_is_refused(lie: str, folder: Path) -> None:
     change, message = LIES[lie]
-    _rewrite(folder, change)
+    rewrite(folder, change)
     tensors = model_tensors(3)
     if lie == "tensor not there":
         tensors["head"] = torch.zeros(2)
@@ -199,6 +187,6 @@ def test_a_header_that_claims_gigabytes_is_refused_also_under_a_manifest_that_vo
     data[:8] = (8 << 30).to_bytes(8, "little")
     (folder / MODEL).write_bytes(data)
     record = record_of(data)
-    _rewrite(folder, lambda m: m["files"].update({MODEL: {"size": record.size, "sha256": list(record.sha256)}}))
+    rewrite(folder, lambda m: m["files"].update({MODEL: {"size": record.size, "sha256": list(record.sha256)}}))
     with pytest.raises(CheckpointError, match=f"{MODEL}: header: claims 8589934592 bytes"):
         _read(folder)

@@ -12,7 +12,7 @@ import pytest
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.select import list_steps, newest_valid, resolve_source
 from mgpu_pipe.errors import CheckpointError
-from tests.checkpoint.support import flip_bit, save_alone
+from tests.checkpoint.support import flip_bit, rewrite, save_alone
 
 MODEL = "model-00000.safetensors"
 
@@ -62,6 +62,15 @@ def test_a_damaged_step_is_named_and_the_one_before_it_is_taken(root: Path, capl
     assert _newest(root, "size") == 30
     with pytest.raises(CheckpointError, match=r"step-00000030/.*chunk 1 of 2.*on_corruption=fallback"):
         newest_valid(root, "stop")
+
+
+def test_a_step_of_another_version_is_no_damage_and_the_one_before_it_is_not_taken(root: Path) -> None:
+    path = root / "step-00000030" / "manifest.json"
+    rewrite(path.parent, lambda manifest: manifest.update(format_version=7))
+    with pytest.raises(CheckpointError, match=r"format version 7; .* use the version of mgpu_pipe that wrote it"):
+        newest_valid(root)
+    path.write_text(path.read_text().replace('"format_version":7', '"format_version":3'))  # this is damage
+    assert _newest(root) == 20
 
 
 def test_damage_of_several_steps_falls_back_past_them(root: Path) -> None:
