@@ -122,7 +122,7 @@ def _slurm_world(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _master_address(environment: Mapping[str, str]) -> str:
     """The first node's name, or, where that is a name of SLURM's only, the address srun was started at."""
-    host = first_host(_variable(environment, "SLURM_STEP_NODELIST"))
+    host = hosts(_variable(environment, "SLURM_STEP_NODELIST"))[0]
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror:
@@ -130,12 +130,22 @@ def _master_address(environment: Mapping[str, str]) -> str:
     return host
 
 
-def first_host(node_list: str) -> str:
-    """The first name of SLURM's compressed list: ``gpu[03-05,9],login`` gives ``gpu03``."""
-    head, bracket, rest = node_list.partition("[")
-    if not bracket or "," in head:
-        return node_list.partition(",")[0]
-    return head + re.split(r"[-,\]]", rest)[0]
+def hosts(node_list: str) -> list[str]:
+    """The names in SLURM's compressed list: ``gpu[03-05,9],login`` gives ``gpu03 gpu04 gpu05 gpu9 login``."""
+    names: list[str] = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
+        made = [""]
+        for text, numbers in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
+            ends = [text] if text else [each for part in numbers.split(",") for each in _counted(part)]
+            made = [begun + end for begun in made for end in ends]
+        names += made
+    return names
+
+
+def _counted(part: str) -> list[str]:
+    """``03-05`` gives ``03 04 05``."""
+    first, _, last = part.partition("-")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -44,8 +44,10 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     from mgpu_pipe.checks.preflight import preflight
     from mgpu_pipe.config.freeze import load
     from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.errors import EXIT_STOPPED, RunFolderError
     from mgpu_pipe.launch.composed import find_own_classes
+    from mgpu_pipe.launch.link_check import links_are_good
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.launch.node_check import leave_out, node_faults
     from mgpu_pipe.launch.slurm import SCRIPT
@@ -65,6 +67,8 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     if faults:
         leave_out(folder, node, faults)
         print(f"error: node {node}: {'; '.join(faults)}; the job is queued again without it", file=sys.stderr)
+        return EXIT_STOPPED
+    if not links_are_good(folder, node, device_type(config), config.launch.collective_timeout):
         return EXIT_STOPPED
     preflight(config)
     if os.environ.get("SLURM_PROCID") == "0":  # any rank's request stops all of them

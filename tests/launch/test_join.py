@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from mgpu_pipe.config import resolve
-from mgpu_pipe.config.joined_world import existing_world, first_host, joined_processes, tasks_per_node
+from mgpu_pipe.config.joined_world import existing_world, hosts, joined_processes, tasks_per_node
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, RunOptions, StrategyConfig, TrainerConfig
 from mgpu_pipe.data.cache import locked
@@ -103,10 +103,17 @@ def test_all_tasks_of_a_step_meet_at_the_same_port_and_other_steps_elsewhere() -
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("one", "one"), ("n[7,9-12]", "n7")]
+    ("nodes", "names"),
+    [
+        ("gpu[03-05,9],login", "gpu03 gpu04 gpu05 gpu9 login"),
+        ("a,b", "a b"),
+        ("one", "one"),
+        ("n[7,9-10]-ib", "n7-ib n9-ib n10-ib"),
+        ("r[1-2]n[08-09]", "r1n08 r1n09 r2n08 r2n09"),
+    ],
 )
-def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_the_nodes_of_a_list(nodes: str, names: str) -> None:
+    assert hosts(nodes) == names.split()
 
 
 def test_tasks_of_each_node() -> None:

@@ -125,6 +125,23 @@ def test_a_bad_node_is_left_out_and_a_cancelled_job_is_not_queued_again(
     assert {entry["cause"] for entry in attempts(crashed)} == {"it crashes"}
 
 
+@pytest.mark.exhaustive
+def test_a_node_that_does_not_reach_the_first_one_is_left_out(
+    cluster: Cluster, cache: Path, shared: Path, tmp_path: Path
+) -> None:
+    """The tasks of n1 are sent to a closed port; of three nodes two are left, so that the job waits for a third."""
+    prolog = tmp_path / "prolog"
+    prolog.write_text('#!/bin/bash\n[ "$SLURMD_NODENAME" != n1 ] || echo export MASTER_PORT=1\n')
+    prolog.chmod(0o755)
+    words = [*TINY, "trainer.num_nodes=3", "trainer.devices=1", "strategy=ddp", "data.global_batch_size=6"]
+    plant = ["launch.collective_timeout=10", f"launch.srun=['--task-prolog={prolog}']"]
+    job, folder = cluster.submit(cache, shared, *words, *plant, "trainer.max_steps=2")
+    cluster.until(lambda: "ExcNodeList=n1" in cluster.ask("scontrol", "show", "job", job).split(), "left out", job)
+    assert "error: node n1: it did not reach n0 (" in cluster.log(folder)
+    cluster.ask("scancel", job)
+    cluster.until(cluster.nothing_left, "the end of all processes")
+
+
 CRASH = """
 from pytorch_lightning import Callback
 

@@ -41,7 +41,7 @@ def _entry(rank: int, world_size: int, port: int, cwd: str, cache: str, argument
     os._exit(code)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that nobody listens on, below those that the kernel hands out: none takes it before rank 0 does."""
     while True:
         port = random.randrange(20_000, 32_000)
@@ -58,7 +58,7 @@ class JoinedRun:
 
     def __init__(self, world_size: int, cwd: Path, cache: Path, log: Path, *arguments: str) -> None:
         self.log = log
-        port = _free_port()
+        port = free_port()
         words = [*arguments, f"trainer.devices={world_size}"]
         self.processes: list[Any] = [
             preloaded().Process(target=_entry, args=(rank, world_size, port, str(cwd), str(cache), words, str(log)))
