@@ -188,6 +188,11 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
     )
 
 
+OVER = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+    *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+}
+"""States of a job that has ended; a job that is warned, held or stopped for a moment goes on."""
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_EXIT_ERROR")
 
 
@@ -207,7 +212,6 @@ def refuse_queued(folder: Path) -> None:
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    states = {"PENDING", "RUNNING", "SUSPENDED", "CONFIGURING", "COMPLETING", "REQUEUED", "RESIZING"}
-    if queued.returncode == 0 and states & set(queued.stdout.split()):
+    if queued.returncode == 0 and set(queued.stdout.split()) - OVER:
         what = "sweep" if (folder / POINTS).exists() else "run"
         raise BadInputError(f"{folder}: this {what} is queued or running as job {job}; cancel it first: scancel {job}")

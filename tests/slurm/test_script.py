@@ -7,6 +7,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.launch import node_check, slurm
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script
+from mgpu_pipe.launch.slurm_submitted import keep_job
 from mgpu_pipe.runs.continue_line import Asked, hydra_quoted
 from tests.support.command import column, environment
 from tests.support.program import ForkedProgram
@@ -247,6 +249,23 @@ def test_a_node_is_judged_by_its_gpus_memory_and_disk(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))
     gpus, memory, disk = node_check.node_faults(config, tmp_path / "gone", "n0")
     assert gpus == "1 of 2 GPUs can be used" and "MiB of memory are free" in memory and "gone cannot be written" in disk
+
+
+@pytest.mark.parametrize(
+    ("states", "refused"),
+    [("RUNNING", True), ("SIGNALING", True), ("REQUEUE_HOLD", True), ("FAILED\nCANCELLED", False), ("", False)],
+)
+def test_a_job_that_has_not_ended_keeps_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, refused: bool
+) -> None:
+    """With a stand-in for squeue. In a preemption's grace time a job is SIGNALING."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/bash\necho '{states}'\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    keep_job(tmp_path, "12")
+    with pytest.raises(BadInputError, match="job 12; cancel it first") if refused else nullcontext():
+        slurm.refuse_queued(tmp_path)
 
 
 @pytest.mark.parametrize("refused", [False, True])
