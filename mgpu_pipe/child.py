@@ -13,16 +13,26 @@ import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Get SIGKILL when the thread of ``parent_pid`` that started this process ends; at once if it is gone already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def adopt(descendants: bool) -> None:
+    """Say whether descendants of this process become its children when their own parents end."""
+    _prctl(PR_SET_CHILD_SUBREAPER, int(descendants))
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl({option}): {os.strerror(errno)}")
 
 
 def bound(command: Sequence[str]) -> list[str]:

@@ -11,6 +11,8 @@ import warnings
 from typing import Any, cast
 
 import pytorch_lightning as pl
+import torchmetrics.utilities.prints
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loops.progress import _ProcessedTracker
 from transformers.utils.logging import disable_progress_bar
 
@@ -18,6 +20,8 @@ _LOOP = "pytorch_lightning.loops.training_epoch_loop:_TrainingEpochLoop"
 PRIVATE = (
     "pytorch_lightning:Trainer._signal_connector",
     "pytorch_lightning.trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+    "lightning_utilities.core.rank_zero:rank_zero_only.rank",
+    "torchmetrics.utilities.prints:rank_zero_only.rank",
     "pytorch_lightning.loops.progress:_ProcessedTracker",
     "pytorch_lightning.plugins.precision:Precision._after_closure",
     f"{_LOOP}._broadcast_sigterm_tensor",
@@ -37,6 +41,12 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"pytorch_lightning\..*")
     warnings.filterwarnings("ignore", message=r"The `srun` command is available.*")
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+
+
+def imported_as(rank: int, local_rank: int) -> None:
+    """Tell the libraries the ranks that they read from the environment when they are imported, and never again."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    torchmetrics.utilities.prints.rank_zero_only.rank = local_rank  # type: ignore[attr-defined]
 
 
 def quiet_signals(trainer: pl.Trainer) -> None:

@@ -16,6 +16,7 @@ PRIVATE = (
     "torch:_foreach_norm",
     "torch:_foreach_mul_",
     "torch:_C._current_graph_task_id",
+    "torch.cuda:_is_in_bad_fork",
     "torch:Tensor._is_view",
     "torch:UntypedStorage._cdata",
     "torch._ops:OpOverload._schema",
@@ -122,3 +123,8 @@ def note_fsdp_gradient(record: Any) -> bool:
 
 def _fsdp_state(unit: Any) -> Any:
     return unit._get_fsdp_state()
+
+
+def can_use_devices() -> bool:
+    """Whether this process may use CUDA: not where it was forked from one that had asked for its devices."""
+    return not torch.cuda._is_in_bad_fork()

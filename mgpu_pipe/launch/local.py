@@ -16,6 +16,7 @@ from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError
+from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.console import live_descriptor
 from mgpu_pipe.launch.extensions import prepare_extensions
@@ -81,7 +82,10 @@ def _launch(config: RunConfig, folder: RunFolder, inbox: SignalInbox, asked: Ask
 
 
 def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox, asked: Asked, live: int) -> Outcome:
-    """Start the workers, which import while the data is prepared, let them train, and watch them to their end."""
+    """Start the workers, which import while the data is prepared, let them train, and watch them to their end.
+
+    Those of a sweep are forked later, from a server that imports meanwhile, or has long done so.
+    """
     paths, world = folder.paths, world_size(config)
     threads = choose_threads(config, world)
     step = resume_step(config, paths)
@@ -94,14 +98,18 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
         live_fd=live,
         inherited_fds=(lock.fd,),
     )
+    plan = replace(plan, server=fork_server.serving({**os.environ, **plan.environment}))
 
     def environment_of(attempt: int) -> Mapping[str, str]:
         """Of a restart."""
         record.keep_attempt_config(paths, attempt)
         return resume_environment(resume_step(config, paths))
 
-    with run_folder.writing_to(paths.root):
-        group = WorkerGroup(plan.with_environment(resume_environment(step)), first)
+    def group_of() -> WorkerGroup:
+        with run_folder.writing_to(paths.root):
+            return WorkerGroup(plan.with_environment(resume_environment(step)), first)
+
+    group = None if plan.server else group_of()
     try:
         environment = describe_environment(asked.command, threads, world, asked.own)
         prepared = prepare_data(config)
@@ -111,6 +119,9 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
             record.keep_attempt_config(paths, first)
             history.begin(paths, first, step, restarts_without_progress(config))
         finish.print_before(config, prepared, environment)
+        if plan.server:
+            plan.server.wait()
+        group = group or group_of()
         lock.training()
         return supervise(
             plan,
@@ -124,7 +135,8 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
             on_stop=partial(_stopping, lock),
         )
     finally:
-        group.kill()
+        if group is not None:
+            group.kill()
 
 
 def _stopping(lock: RunLock) -> None:

@@ -20,18 +20,19 @@ GO = b"g"
 LAUNCHER_PID = "MGPU_LAUNCHER_PID"
 
 _close_in_forks: set[int] = set()
-_forks_bound = False
+_forks_bound = _hooks_stand = False
 _forked_by: tuple[int, bool] = (0, False)
 
 
-def bind_forks() -> None:
-    """Let processes forked by this one's main thread (loader and tokeniser pools) die with it.
+def bind_forks(bound: bool = True) -> None:
+    """Let processes forked by this one's main thread (loader and tokeniser pools) die with it, or live on.
 
     The kernel's signal is bound to the forking thread, so forks of other threads, which may end early, are left out.
     """
-    global _forks_bound
-    if not _forks_bound:
-        _forks_bound = True
+    global _forks_bound, _hooks_stand
+    _forks_bound = bound
+    if bound and not _hooks_stand:
+        _hooks_stand = True
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
@@ -58,7 +59,7 @@ def _after_fork() -> None:
         except OSError:
             continue  # closed by its owner before
     _close_in_forks.clear()
-    if by_main_thread:
+    if by_main_thread and _forks_bound:
         die_with_parent(parent_pid)
 
 

@@ -50,7 +50,7 @@ def main(folder: Path) -> int:
 
     paths, world = RunPaths(folder), World.from_environment(os.environ)
     try:
-        _import_all()
+        import_all()
         if lifeline is not None:
             lifeline.wait_for_go()
         from mgpu_pipe.config.freeze import load
@@ -183,7 +183,7 @@ def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Pa
     return make_samples(config, result.model, tokenizer_folder, together=True, forward=result.sampling_forward)
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Import what training needs, while the launcher prepares the data.
 
     Modules stay, so nothing of them is garbage: looking for some would take a tenth of this time.

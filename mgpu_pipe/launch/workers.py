@@ -10,12 +10,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from mgpu_pipe.config.joined_world import LIFELINE_FD
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
+
+if TYPE_CHECKING:
+    from mgpu_pipe.launch.fork_server import Forked, ForkServer
 
 WORKER = ("-m", "mgpu_pipe.launch.worker")
 HOST = "127.0.0.1"
@@ -63,6 +66,7 @@ class WorkerPlan:
         first_rank, here: of the workers that this node starts, the first one's rank and their number; None: all.
         address: of this node, where the workers meet; another node's rank 0 listens at ``port`` of it.
         port: of rank 0, where another node starts it.
+        server: forks the workers; None: each is a new program.
     """
 
     argv: Sequence[str]
@@ -75,6 +79,7 @@ class WorkerPlan:
     here: int | None = None
     address: str = HOST
     port: int | None = None
+    server: ForkServer | None = None
 
     @property
     def ranks(self) -> range:
@@ -91,7 +96,7 @@ class WorkerGroup:
     def __init__(self, plan: WorkerPlan, attempt: int) -> None:
         self.attempt = attempt
         self.exits: list[Exit] = []
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._running: dict[int, subprocess.Popen[bytes] | Forked] = {}
         self._lifelines: dict[int, int] = {}
         self._errors: dict[int, int] = {}
         self._orphan_guard = OrphanGuard()
@@ -145,7 +150,8 @@ class WorkerGroup:
                 environment.update(_terminal(plan.live_fd))
         try:
             with open_log(plan.paths.rank_log(rank), rank, plan.world_size, self.attempt) as log:
-                self._running[rank] = subprocess.Popen(
+                forked = plan.server and plan.server.start(plan.argv, log.fileno(), environment, passed)
+                self._running[rank] = forked or subprocess.Popen(
                     list(plan.argv),
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -20,6 +20,7 @@ from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, MgpuError, NonFiniteError, one_line, print_error
+from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
 from mgpu_pipe.launch.stop import run_begins, run_ended, stop_requested
 from mgpu_pipe.report.run_view import WARM_UP_ROWS, finite
@@ -68,6 +69,12 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
     if store.asked["parallel"] > 1 and not parallel.is_worker():
         parallel.work_together(store, numbers)
         return conclude(store)
+    with fork_server.kept():
+        _work(store, command, numbers)
+    return EXIT_OK if parallel.is_worker() else conclude(store)
+
+
+def _work(store: Store, command: Sequence[str], numbers: Collection[int]) -> None:
     tried: set[int] = set()
     while not stop_requested():
         point = take_next(store, tried, numbers)
@@ -82,7 +89,6 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
         print(f"run {point.number} of {total}{until}: {shlex.join(point.overrides)}", file=sys.stderr, flush=True)
         if _run(store, point, command) == EXIT_STOPPED:
             break
-    return EXIT_OK if parallel.is_worker() else conclude(store)
 
 
 def conclude(store: Store) -> int:

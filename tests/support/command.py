@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.launch.fork_server import NAME
 from tests.support.program import ForkedProgram, run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -88,7 +89,8 @@ def wait_for_step(
 
 
 def workers_of(launcher: ForkedProgram) -> list[int]:
-    """The launcher's workers, by rank; its warden is a program of its own."""
-    forked = f"/proc/{launcher.pid}/cmdline"
+    """The launcher's workers, by rank; its orphan guard is a program of its own, a sweep's fork server has a name."""
+    forked = Path(f"/proc/{launcher.pid}/cmdline").read_bytes()
     found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return [int(pid) for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes() == Path(forked).read_bytes()]
+    others = [pid for pid in found if Path(f"/proc/{pid}/comm").read_text().strip() != NAME]
+    return [int(pid) for pid in others if Path(f"/proc/{pid}/cmdline").read_bytes() == forked]

@@ -99,10 +99,10 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
-    from mgpu_pipe.launch import workers
+    from mgpu_pipe.launch import fork_server, workers
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
-    workers.subprocess = substitute
+    workers.subprocess = fork_server.subprocess = substitute
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()
 
