@@ -118,12 +118,13 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     return errors
 
 
-def check_freezing(config: RunConfig) -> None:
+def check_names(config: RunConfig) -> None:
     """Each pattern matches a parameter: their names are those of the model on the meta device, without weights."""
-    if config.model.freeze or config.peft.name != "none":
+    if config.model.freeze or config.peft.name != "none" or config.optimizer.groups:
         from mgpu_pipe.models.build import run_model
+        from mgpu_pipe.training.parameter_groups import treatments
 
-        run_model(config)
+        treatments(run_model(config), config.optimizer)
         if config.peft.init_from is not None:
             from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
 

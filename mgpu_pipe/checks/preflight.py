@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mgpu_pipe.checks.model import check_attention, check_freezing, check_model, peft_errors
+from mgpu_pipe.checks.model import check_attention, check_model, check_names, peft_errors
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.numerics import numerics_errors
+from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
-from mgpu_pipe.checks.values import range_errors, relation_errors, value_errors
+from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
@@ -55,7 +56,7 @@ def checks(alone: Sequence[str] = ()) -> list[Check]:
         Check(update_errors, ("optimizer",), ranges=True),
         Check(_raising(check_attention), ("model",)),
         Check(_raising(_check_plug_ins), last=True),
-        Check(_raising(check_freezing), last=True),
+        Check(_raising(check_names), last=True),
     ]
 
 

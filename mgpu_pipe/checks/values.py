@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hardware import usable_gpus
@@ -16,58 +17,11 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import FILE_SOURCES
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE, SECTIONS
+from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 TAG = r"[\w.:+-]{1,32}"
-AT_LEAST_ONE = (
-    "data.seq_len",
-    "data.target_len",
-    "data.numbers.count",
-    "data.numbers.digits",
-    "data.global_batch_size",
-    "data.micro_batch_size",
-    "data.synthetic.num_documents",
-    "data.synthetic.mean_length",
-    "data.validation_max_samples",
-    "data.tokenize_workers",
-    "scheduler.decay_steps",
-    "scheduler.total_steps",
-    "checkpoint.every_n_steps",
-    "checkpoint.keep_every",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.max_steps",
-    "trainer.max_epochs",
-    "trainer.val_every_n_steps",
-    "trainer.sample_every_n_steps",
-    "trainer.log_every_n_steps",
-    "launch.threads_per_worker",
-    "strategy.pipeline.stages_per_rank",
-)
-AT_LEAST_ZERO = (
-    "seed",
-    "data.synthetic.sigma",
-    "data.num_workers",
-    "data.validation_fraction",
-    "optimizer.weight_decay",
-    "scheduler.warmup_steps",
-    "scheduler.warmup_ratio",
-    "scheduler.min_lr_ratio",
-    "checkpoint.keep_last",
-    "checkpoint.keep_best",
-    "launch.max_restarts",
-    "strategy.fsdp.prefetch",
-)
-ABOVE_ZERO = (
-    "optimizer.lr",
-    "strategy.bucket_mib",
-    "trainer.gradient_clip_val",
-    "launch.stop_timeout",
-    "launch.collective_timeout",
-)
-AT_MOST = {"scheduler.min_lr_ratio": 1.0, "scheduler.warmup_ratio": 1.0, "data.numbers.digits": 9, "seed": 2**63 - 1}
 FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
 """Keys whose texts may be empty."""
 
@@ -110,40 +64,6 @@ def _get(config: RunConfig, key: str) -> object:
     for name in key.split("."):
         value = getattr(value, name)
     return value
-
-
-def range_errors(config: RunConfig) -> list[ConfigError]:
-    """Numbers below or above what they can be."""
-    errors = []
-    for keys, low, fix in (
-        (AT_LEAST_ONE, 1, "use a number of at least 1"),
-        (AT_LEAST_ZERO, 0, "use a number of at least 0"),
-    ):
-        for key in keys:
-            value = _get(config, key)
-            if isinstance(value, int | float) and value < low:
-                errors.append(ConfigError(key, value, fix))
-    for section in SECTIONS.values():
-        keys = getattr(config, section.name)
-        for field in fields(keys):
-            key, value = f"{section.name}.{field.name}", getattr(keys, field.name)
-            least, most = field.metadata.get("at_least"), field.metadata.get("at_most")
-            if least is not None and isinstance(value, int | float) and value < least:
-                errors.append(ConfigError(key, value, f"use a number of at least {least}"))
-            if most is not None and isinstance(value, int | float) and value > most:
-                errors.append(ConfigError(key, value, f"use a number of at most {most}"))
-    for key in ABOVE_ZERO:
-        value = _get(config, key)
-        if isinstance(value, int | float) and not value > 0:
-            null = ", or null not to clip" if key == "trainer.gradient_clip_val" else ""
-            errors.append(ConfigError(key, value, f"use a number above 0{null}"))
-    for key, high in AT_MOST.items():
-        value = _get(config, key)
-        if isinstance(value, int | float) and value > high:
-            errors.append(ConfigError(key, value, f"use a number of at most {high}"))
-    if config.data.validation_fraction >= 1:
-        errors.append(ConfigError("data.validation_fraction", config.data.validation_fraction, "use a share below 1"))
-    return errors
 
 
 def empty_texts(config: RunConfig) -> list[ConfigError]:

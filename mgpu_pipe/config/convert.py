@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from mgpu_pipe.config.interpolation import MISSING, written
@@ -42,13 +42,21 @@ def convert(cls: type[T], mapping: Mapping[str, Any]) -> tuple[T, list[BadInputE
     return _dataclass(cls, mapping, "", errors), list(errors)
 
 
-def to_plain(config: Any) -> dict[str, Any]:
-    """The nested dictionary of a dataclass, as it may be written: texts of the environment as interpolations."""
-    return {
-        field.name: to_plain(value) if dataclasses.is_dataclass(value) else written(value)
-        for field in dataclasses.fields(config)
-        for value in (getattr(config, field.name),)
-    }
+def to_plain(config: Any, leaf: Callable[[Any], Any] = written) -> dict[str, Any]:
+    """The nested dictionary of a dataclass, as it may be written: texts of the environment as interpolations.
+
+    Args:
+        leaf: what becomes of values that are no sections.
+    """
+    return {field.name: _plain(getattr(config, field.name), leaf) for field in dataclasses.fields(config)}
+
+
+def _plain(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_plain(value, leaf)
+    if isinstance(value, Mapping) and any(dataclasses.is_dataclass(item) for item in value.values()):
+        return {name: _plain(item, leaf) for name, item in value.items()}
+    return leaf(value)
 
 
 def schema_keys(cls: type = RunConfig, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -89,6 +97,8 @@ def _corrected(path: str) -> str | None:
     for word in path.split("."):
         if get_origin(hint) is dict:
             words.append(word)
+            item = get_args(hint)[1]
+            hint = item if dataclasses.is_dataclass(item) else hint
             continue
         names = all_hints(hint) if dataclasses.is_dataclass(hint) else {}  # type: ignore[arg-type]
         close = word if word in names else nearest(word, names)
@@ -141,7 +151,7 @@ def _value(hint: Any, value: Any, key: str, errors: Errors) -> Any:
     if origin is list:
         return _list(hint, value, key, errors)
     if origin is dict:
-        return _mapping(value, key, errors) if isinstance(value, Mapping) else _refuse(hint, value, key, errors)
+        return _mapping(hint, value, key, errors) if isinstance(value, Mapping) else _refuse(hint, value, key, errors)
     if hint is Any:
         return value
     if hint is float and _is_number(value):
@@ -173,8 +183,9 @@ def _list(hint: Any, value: Any, key: str, errors: Errors) -> Any:
     return REFUSED if any(item is REFUSED for item in items) else items
 
 
-def _mapping(value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, Any]:
-    """A free-form mapping: any plain values, text keys, nothing missing."""
+def _mapping(hint: Any, value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, Any]:
+    """A mapping by names of the user's own: of sections, or free-form with any plain values and nothing missing."""
+    _, item_hint = get_args(hint)
     converted: dict[str, Any] = {}
     for name, item in value.items():
         where = _join(key, name)
@@ -183,8 +194,9 @@ def _mapping(value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, An
         elif isinstance(item, str) and item == MISSING:
             errors.append(ConfigError(where, item, f"write {where}=<value>", "must be given"))
         else:
-            converted[name] = _mapping(item, where, errors) if isinstance(item, Mapping) else item
-    return converted
+            free = item_hint is Any and isinstance(item, Mapping)
+            converted[name] = _value(dict[str, Any] if free else item_hint, item, where, errors)
+    return {name: item for name, item in converted.items() if item is not REFUSED}
 
 
 def _refuse(hint: Any, value: Any, key: str, errors: Errors) -> Any:

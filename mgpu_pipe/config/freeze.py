@@ -123,13 +123,4 @@ def config_hash(config: RunConfig) -> str:
 
 def _with_interpolations(config: RunConfig) -> dict[str, object]:
     """Nested plain values that still hold texts of the environment as such, for :func:`escaped`."""
-    from dataclasses import fields, is_dataclass
-
-    def plain(node: object) -> dict[str, object]:
-        return {
-            field.name: plain(value) if is_dataclass(value) else value
-            for field in fields(node)  # type: ignore[arg-type]
-            for value in (getattr(node, field.name),)
-        }
-
-    return plain(config)
+    return to_plain(config, leaf=lambda value: value)

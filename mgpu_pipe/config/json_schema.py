@@ -12,6 +12,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, hints
 
 INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
+LIMITS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum", "below": "exclusiveMaximum"}
 SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 
 
@@ -39,6 +40,7 @@ def _section(cls: Any, defaults: Any) -> dict[str, Any]:
             entry = _section(hint, default)
         else:
             entry = _with_interpolation(_of(hint)) | {"default": to_plain(defaults)[field.name]}
+            entry |= {LIMITS[name]: bound for name, bound in field.metadata.items() if name in LIMITS}
         text = documentation.get((cls.__name__, field.name))
         properties[field.name] = {"description": text, **entry} if text else entry
     described = {"description": class_documentation(cls)} if class_documentation(cls) else {}
@@ -54,7 +56,10 @@ def _of(hint: Any) -> dict[str, Any]:
     if origin is list:
         return {"type": "array", "items": _of(get_args(hint)[0])}
     if origin is dict:
-        return {"type": "object"}
+        item = get_args(hint)[1]
+        return {"type": "object"} | ({"additionalProperties": _of(item)} if dataclasses.is_dataclass(item) else {})
+    if dataclasses.is_dataclass(hint):
+        return _section(hint, hint())  # type: ignore[operator]
     return {"type": SCALARS[hint]} if hint in SCALARS else {}
 
 

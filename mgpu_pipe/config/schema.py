@@ -7,13 +7,13 @@ schema`` reads it from there. Sizes that may be ``auto`` are typed ``int | Liter
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.optimizer import OptimizerConfig, SchedulerConfig
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plugins import PAIR_SOURCES
 from mgpu_pipe.config.sweep_keys import SweepConfig
@@ -56,19 +56,19 @@ class ModelConfig:
 
 @dataclass
 class SyntheticConfig:
-    num_documents: int = 2000
+    num_documents: int = field(default=2000, metadata={"at_least": 1})
     """Documents that data=synthetic draws."""
-    mean_length: int = 200
+    mean_length: int = field(default=200, metadata={"at_least": 1})
     """Mean document length in tokens; lengths are log-normal."""
-    sigma: float = 0.6
+    sigma: float = field(default=0.6, metadata={"at_least": 0})
     """Standard deviation of the logarithm of the length; 0 makes all documents equally long."""
 
 
 @dataclass
 class NumbersConfig:
-    count: int = 20000
+    count: int = field(default=20000, metadata={"at_least": 1})
     """Numbers that data=number_words draws; each gives two pairs, digits to words and back."""
-    digits: int = 6
+    digits: int = field(default=6, metadata={"at_least": 1, "at_most": 9})
     """Digits of the longest number."""
 
 
@@ -105,26 +105,26 @@ class DataConfig:
     """Numbers of data=number_words."""
     tokenizer: str = "auto"
     """Tokenizer folder, tokenizer.json or name on the Hub; auto: the model's, else a BPE trained once on this data."""
-    seq_len: int = 256
+    seq_len: int = field(default=256, metadata={"at_least": 1})
     """Tokens a sample; of pairs, tokens a source."""
-    target_len: int | Auto = "auto"
+    target_len: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Tokens a target, of pairs; auto is data.seq_len."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """best_fit packs whole documents into samples; none gives each document its own, padded."""
-    global_batch_size: int = 32
+    global_batch_size: int = field(default=32, metadata={"at_least": 1})
     """Samples an optimizer step, over all processes; fixes the mathematics."""
-    micro_batch_size: int | Auto = "auto"
+    micro_batch_size: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8, and, with
     pp, leaves each stage two micro-batches."""
-    validation_fraction: float = 0.05
+    validation_fraction: float = field(default=0.05, metadata={"at_least": 0, "below": 1})
     """Share of the documents that is held out; 0 holds out none."""
     validation_paths: list[str] = field(default_factory=list)
     """Files or globs held out instead of a share of the documents."""
-    validation_max_samples: int | None = 256
+    validation_max_samples: int | None = field(default=256, metadata={"at_least": 1})
     """At most this many held-out samples an evaluation; null takes all."""
-    num_workers: int = 0
+    num_workers: int = field(default=0, metadata={"at_least": 0})
     """Loader processes a rank; 0 loads in the training process, which is fastest for text."""
-    tokenize_workers: int | Auto = "auto"
+    tokenize_workers: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Processes that tokenise; auto is one a core."""
     cache_dir: str | None = None
     """Where tokenised data is kept; null: $MGPU_PIPE_CACHE, else mgpu_pipe in the user's cache folder."""
@@ -172,44 +172,10 @@ def causal_lm() -> ObjectiveConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    _target_: str = "torch.optim.AdamW"
-    """Any subclass of torch.optim.Optimizer."""
-    lr: float = 3e-4
-    """Peak learning rate."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices and embeddings."""
-    decay_norms_and_biases: bool = False
-    """Apply the weight decay to norms and biases too."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer (betas, eps, momentum, ...)."""
-
-
-@dataclass
-class SchedulerConfig:
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """constant, linear, cosine, or wsd (warm-up, stable, decay); each after the warm-up."""
-    warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from 0."""
-    warmup_ratio: float | None = None
-    """The same as a share of total_steps, rounded up; in the place of warmup_steps."""
-    decay_steps: int | None = None
-    """wsd: optimizer steps of the final linear decay; null is a tenth of total_steps."""
-    min_lr_ratio: float = 0.1
-    """Final learning rate as a share of the peak."""
-    total_steps: int | None = None
-    """Horizon in optimizer steps; null is the first launch's trainer.max_steps, which a resume keeps."""
-
-    def warmup(self, total_steps: int) -> int:
-        """Steps of warm-up of a run of that horizon."""
-        return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * total_steps)
-
-
-@dataclass
 class FullyShardConfig:
     reshard_after_forward: bool | Auto = "auto"
     """Free a unit's gathered weights after its forward pass; auto does as the model's own plan says."""
-    prefetch: int = 1
+    prefetch: int = field(default=1, metadata={"at_least": 0})
     """Units whose weights are gathered ahead in the forward pass on CUDA; the backward pass prefetches one."""
 
 
@@ -217,7 +183,7 @@ class FullyShardConfig:
 class PipelineOptions:
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
     """Order of forward and backward passes; those after 1f1b put two stages on a rank."""
-    stages_per_rank: int | Auto = "auto"
+    stages_per_rank: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Stages of each rank under interleaved_1f1b and interleaved_zero_bubble; auto is two."""
     layers: list[int] = field(default_factory=list)
     """Layers of every stage, the first stage's first; empty balances them by cost, embedding and head counted."""
@@ -259,7 +225,7 @@ class StrategyConfig:
     """Options of pp."""
     context: ContextOptions = field(default_factory=ContextOptions)
     """Options of cp."""
-    bucket_mib: float = 25.0
+    bucket_mib: float = field(default=25.0, metadata={"above": 0})
     """Size of a gradient bucket of the all-reduce, in MiB."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """full recomputes each block in the backward pass; selective keeps matrix products and attention."""
@@ -287,15 +253,15 @@ class PrecisionConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_n_steps: int | None = None
+    every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Save every so many optimizer steps; null saves at the end (and on a signal) only."""
     save_last: bool = True
     """Save after the last step."""
-    keep_last: int = 2
+    keep_last: int = field(default=2, metadata={"at_least": 0})
     """Newest checkpoints kept, the newest that a finite step followed always among them; 0 keeps all."""
-    keep_every: int | None = None
+    keep_every: int | None = field(default=None, metadata={"at_least": 1})
     """Checkpoints whose step is a multiple of this are kept for good."""
-    keep_best: int = 0
+    keep_best: int = field(default=0, metadata={"at_least": 0})
     """Checkpoints with the best best_metric (the lowest, unless higher is better) kept besides."""
     best_metric: str = "val/loss"
     """Metric that keep_best ranks by."""
@@ -323,21 +289,21 @@ class CheckpointConfig:
 class TrainerConfig:
     accelerator: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
     """auto is cuda where there is a GPU; gpu means cuda."""
-    devices: int | Auto = "auto"
+    devices: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Processes a node; auto: 1 on CPU, all GPUs on CUDA."""
-    num_nodes: int = 1
+    num_nodes: int = field(default=1, metadata={"at_least": 1})
     """Nodes of the job."""
-    max_steps: int | None = None
+    max_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Optimizer steps to train for, counted from the start of the run."""
-    max_epochs: int | None = None
+    max_epochs: int | None = field(default=None, metadata={"at_least": 1})
     """Passes over the data to train for, where max_steps is not given."""
-    val_every_n_steps: int | None = None
+    val_every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Evaluate the held-out set every so many steps; null evaluates at the end only."""
-    sample_every_n_steps: int | None = None
+    sample_every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Continue the objective's prompts every so many steps, for samples.jsonl and the report; null: at the end only."""
-    log_every_n_steps: int = 1
+    log_every_n_steps: int = field(default=1, metadata={"at_least": 1})
     """Write a row of metrics every so many steps."""
-    gradient_clip_val: float | None = 1.0
+    gradient_clip_val: float | None = field(default=1.0, metadata={"above": 0, "or": ", or null not to clip"})
     """Largest global gradient norm; null does not clip."""
     deterministic: bool = False
     """Use deterministic algorithms only; slower on CUDA, makes runs bit-equal there."""
@@ -349,13 +315,13 @@ class TrainerConfig:
 class LaunchConfig:
     type: str = "local"
     """local (workers on this machine), slurm or torchrun (mgpu-pipe submit), or a name that a plug-in registers."""
-    max_restarts: int = 0
+    max_restarts: int = field(default=0, metadata={"at_least": 0})
     """Times a crashed group of workers is started again (never after a configuration error or a NaN)."""
-    stop_timeout: float = 60.0
+    stop_timeout: float = field(default=60.0, metadata={"above": 0})
     """Seconds that workers get to save and leave after a stop signal."""
-    collective_timeout: float = 600.0
+    collective_timeout: float = field(default=600.0, metadata={"above": 0})
     """Seconds after which a collective that not all ranks joined fails."""
-    threads_per_worker: int | Auto = "auto"
+    threads_per_worker: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Compute threads a worker; auto: usable cores (affinity, CPU quota) / workers on this machine, at least 1."""
 
 
@@ -363,7 +329,7 @@ class LaunchConfig:
 class RunConfig:
     """One run, whole. Composed once, validated, frozen to <run>/config.yaml, read by every worker."""
 
-    seed: int = 1234
+    seed: int = field(default=1234, metadata={"at_least": 0, "at_most": 2**63 - 1})
     """Seeds weights, data order and sampling."""
     run: RunOptions = field(default_factory=RunOptions)
     model: ModelConfig = field(default_factory=ModelConfig)

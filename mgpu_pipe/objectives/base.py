@@ -214,13 +214,13 @@ class Objective(pl.LightningModule, ABC):
             return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
         factor = self._learning_rate(step_batch.step)
         for group in self._optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = group["initial_lr"] * factor if step_batch.step >= group.get("frozen_until", 0) else 0.0
         if result.skipped:
             # A step without gradients changes nothing; Lightning counts it, so the run does not go on past its end.
             strategy.zero_gradients()
         self._optimizer.step()
         strategy.zero_gradients()
-        return {"result": result, "lr": self._optimizer.param_groups[0]["lr"]}
+        return {"result": result, "lr": self._optimizer.defaults["lr"] * factor}
 
     def on_validation_start(self) -> None:
         self._sums = torch.zeros(1 + self.num_sums, dtype=torch.float64, device=self.trainer.strategy.root_device)

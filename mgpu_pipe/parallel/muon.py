@@ -16,6 +16,8 @@ from torch.optim.adamw import adamw
 Matrix = Callable[[torch.Tensor], torch.Tensor]
 """From a whole matrix to another of its shape."""
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
+ADAMW_LR = 3e-4
+"""Of the parameters that are no matrices, where nothing else is said."""
 MOST_STEPS = 99
 
 
@@ -58,7 +60,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         eps: float = 1e-7,
         adjust_lr_fn: str | None = None,
-        adamw_lr: float = 3e-4,
+        adamw_lr: float = ADAMW_LR,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         precision: str = "fp32",

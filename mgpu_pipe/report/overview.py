@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.conf_folders import OWN
+from mgpu_pipe.config.optimizer import ParameterGroup
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
@@ -169,7 +170,20 @@ def _optimizer(config: RunConfig) -> str:
     warmup = f" after {length} of warm-up" if scheduler.warmup_steps or ratio else ""
     name, clip = optimizer._target_.rpartition(".")[2], config.trainer.gradient_clip_val
     clipped = "" if clip is None else f", gradient norm clipped to {clip:g}"
-    return f"{name}, lr {optimizer.lr:g} {scheduler.name}{warmup}, weight decay {optimizer.weight_decay:g}{clipped}"
+    layers = "" if optimizer.layer_decay == 1 else f" times {optimizer.layer_decay:g} a block downwards"
+    rate = f"lr {optimizer.lr:g}{layers} {scheduler.name}{warmup}"
+    groups = "".join(f"; {label}: {_apart(group)}" for label, group in optimizer.groups.items())
+    return f"{name}, {rate}, weight decay {optimizer.weight_decay:g}{clipped}{groups}"
+
+
+def _apart(group: ParameterGroup) -> str:
+    """In what a group of parameters differs."""
+    told = (
+        ("" if group.lr is None else f"lr {group.lr:g}"),
+        ("" if group.weight_decay is None else f"weight decay {group.weight_decay:g}"),
+        (f"frozen until step {group.frozen_until}" if group.frozen_until else ""),
+    )
+    return ", ".join(filter(None, told)) or "as the rest"
 
 
 def _precision(config: RunConfig) -> str:

@@ -11,7 +11,8 @@ import torch
 from mgpu_pipe.config.build import resolve_target
 from mgpu_pipe.config.schema import OptimizerConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.parallel.muon import Muon
+from mgpu_pipe.parallel.muon import ADAMW_LR, Muon
+from mgpu_pipe.training.parameter_groups import Treatment, treatments
 
 FUSED = ("AdamW", "Adam", "SGD", "Adagrad")
 """torch's optimizers that have a fused kernel on the CPU and on CUDA."""
@@ -19,37 +20,51 @@ REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError)
 """What constructors raise on values that they cannot take."""
 
 
-def decay_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices with weight decay; norms, biases and other vectors without."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if config.decay_norms_and_biases:
-        return [{"params": trainable, "weight_decay": config.weight_decay}]
-    # A parameter that DeepSpeed has partitioned is empty, and keeps its shape in ``ds_shape``.
-    num_dims = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trainable}
+Groups = list[dict[str, Any]]
+
+
+def decay_groups(model: torch.nn.Module, config: OptimizerConfig, treated: Mapping[str, Treatment]) -> Groups:
+    """Trainable parameters by treatment, and in each matrices with weight decay before norms, biases and other vectors
+    without."""
+    found: dict[tuple[bool, Treatment], list[torch.nn.Parameter]] = {}
+    for name, p in _trained(model):
+        # A parameter that DeepSpeed has partitioned is empty, and keeps its shape in ``ds_shape``.
+        decays = config.decay_norms_and_biases or len(getattr(p, "ds_shape", p.shape)) >= 2
+        found.setdefault((not decays, treated[name]), []).append(p)
     groups = [
-        {"params": [p for p in trainable if num_dims[id(p)] >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if num_dims[id(p)] < 2], "weight_decay": 0.0},
+        {"params": params, "weight_decay": 0.0 if spared else treatment.weight_decay, **treatment.options(config.lr)}
+        for (spared, treatment), params in sorted(found.items(), key=lambda item: item[0][0])
     ]
     # A pipeline's rank may hold frozen parameters alone; torch refuses no group, and takes an empty one.
-    return [group for group in groups if group["params"]] or groups[:1]
+    return groups or [{"params": [], "weight_decay": config.weight_decay}]
 
 
-def matrix_groups(model: torch.nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Groups for Muon: the hidden layers' matrices and stacks of experts' matrices; then, for AdamW, embeddings, the
-    head and other matrices with weight decay, and norms, biases and other vectors without."""
+def matrix_groups(model: torch.nn.Module, config: OptimizerConfig, treated: Mapping[str, Treatment]) -> Groups:
+    """Groups for Muon, of each treatment: the hidden layers' matrices and stacks of experts' matrices; then, for AdamW,
+    embeddings, the head and other matrices with weight decay, and norms, biases and other vectors without."""
     stacks = {id(p) for module in _experts(model) for p in module.parameters() if p.dim() == 3}
     apart = {id(p) for module in model.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()}
     apart |= {id(p) for p in _head(model)} | {id(p) for module in _experts(model) for p in module.parameters()}
-    groups: list[dict[str, Any]] = [
-        {"params": [], "matrices": matrices, "weight_decay": weight_decay}
-        for matrices, weight_decay in ((True, config.weight_decay), (False, config.weight_decay), (False, 0.0))
+    usual = Treatment(None, 1.0, config.weight_decay, 0)
+    found: dict[tuple[int, Treatment], list[torch.nn.Parameter]] = {(kind, usual): [] for kind in range(3)}
+    for name, p in _trained(model):
+        is_matrix = id(p) in stacks or (p.dim() == 2 and id(p) not in apart)
+        decays = p.dim() >= 2 or config.decay_norms_and_biases
+        found.setdefault((0 if is_matrix else 1 if decays else 2, treated[name]), []).append(p)
+    rates = (config.lr, *[config.options.get("adamw_lr", ADAMW_LR)] * 2)
+    return [
+        {
+            "params": params,
+            "matrices": kind == 0,
+            "weight_decay": 0.0 if kind == 2 else treatment.weight_decay,
+            **treatment.options(rates[kind]),
+        }
+        for (kind, treatment), params in sorted(found.items(), key=lambda item: item[0][0])
     ]
-    for p in model.parameters():
-        if p.requires_grad:
-            is_matrix = id(p) in stacks or (p.dim() == 2 and id(p) not in apart)
-            decays = p.dim() >= 2 or config.decay_norms_and_biases
-            groups[0 if is_matrix else 1 if decays else 2]["params"].append(p)
-    return groups
+
+
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def _experts(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -86,17 +101,19 @@ def optimizer_class(target: str, lr: float, options: Mapping[str, Any]) -> tuple
 
 
 def optimizer_factory(
-    config: OptimizerConfig, precision: str = "fp32"
+    config: OptimizerConfig, whole: torch.nn.Module, precision: str = "fp32"
 ) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
     """A function that builds the configured optimizer of a model that is already parallelised.
 
     Args:
+        whole: the model before that; its parameters' names decide how each is trained.
         precision: the run's; Muon computes in fp32 or bf16 by it.
 
     Raises:
         ConfigError: ``_target_`` is not a subclass of ``torch.optim.Optimizer`` or an option is not its own.
     """
     cls, arguments = optimizer_class(config._target_, config.lr, config.options)
+    treated = treatments(whole, config)
     takes_decay = "weight_decay" in inspect.signature(cls).parameters
     if config.weight_decay and not takes_decay:
         raise ConfigError("optimizer.weight_decay", config.weight_decay, "use 0", f"{cls.__name__} has no weight decay")
@@ -106,14 +123,14 @@ def optimizer_factory(
         is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in FUSED
         if is_torchs and "fused" not in kwargs and not (kwargs.get("foreach") or kwargs.get("differentiable")):
             kwargs["fused"] = True
-        parameters = decay_groups(model, config)
+        groups = (matrix_groups if issubclass(cls, Muon) else decay_groups)(model, config, treated)
         if issubclass(cls, Muon):
-            parameters = matrix_groups(model, config)
             kwargs.setdefault("precision", precision)
         if not takes_decay:
-            parameters = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+            for group in groups:
+                del group["weight_decay"]
         try:
-            return cls(parameters, **kwargs)
+            return cls(groups, **kwargs)
         except REFUSALS as error:
             reason = f"it refuses its options or this model's parameters: {' '.join(str(error).split())}"
             raise ConfigError(

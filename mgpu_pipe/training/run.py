@@ -124,7 +124,10 @@ def train(
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config = replace(config, model=replace(config.model, compile=compiles(config, device, num_parameters)))
     objective = objective_class(config.objective.name).from_config(
-        config, model, optimizer_factory(config.optimizer, precision), build_schedule(config.scheduler, total_steps)
+        config,
+        model,
+        optimizer_factory(config.optimizer, model, precision),
+        build_schedule(config.scheduler, total_steps),
     )
     writer = _metrics_writer(paths, start_step, objective) if rank == 0 else None
     own_writer = rank_writer(paths, rank, world_size, start_step)

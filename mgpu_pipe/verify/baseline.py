@@ -55,7 +55,7 @@ class BaselineRun:
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16()
         self._scale = LOSS_SCALE if precision == "fp16" else 1.0
-        self.optimizer = optimizer_factory(config.optimizer, precision)(model)
+        self.optimizer = optimizer_factory(config.optimizer, model, precision)(model)
         self._compute_dtype = COMPUTE.get(precision)
         self._max_norm = config.trainer.gradient_clip_val
         self._schedule = build_schedule(config.scheduler, config.scheduler.total_steps or 1)
@@ -87,7 +87,7 @@ class BaselineRun:
                 for gradient in gradients.values():
                     gradient.mul_(self._max_norm / (norm + CLIP_EPSILON))
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * self._schedule(number)
+            group["lr"] = 0.0 if number < group.get("frozen_until", 0) else rate * self._schedule(number)
         self.optimizer.step()
         return PlainStep(sum(losses), norm, gradients)
 

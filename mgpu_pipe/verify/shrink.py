@@ -8,6 +8,7 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.optimizer import OptimizerConfig
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import (
@@ -101,7 +102,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         ),
         objective=config.objective.shrunk(micro * seq_len),
         peft=_small_adapters(config.peft, int(resolved_fields(model)["num_hidden_layers"])),
-        optimizer=replace(config.optimizer, lr=min(config.optimizer.lr, MAX_LR)),
+        optimizer=_small_optimizer(config.optimizer, steps, int(resolved_fields(model)["num_hidden_layers"])),
         scheduler=_small_schedule(config.scheduler, steps),
         strategy=_sizes_filled_in(config.strategy, dims),
         precision=replace(config.precision, name=resolve_precision(config)),
@@ -121,6 +122,19 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         launch=replace(config.launch, max_restarts=0),
     )
     return Shrunk(small, _changes(config, small))
+
+
+def _small_optimizer(optimizer: OptimizerConfig, steps: int, layers: int) -> OptimizerConfig:
+    groups = {
+        name: replace(
+            group,
+            parameters=in_fewer_layers(group.parameters, layers),
+            lr=None if group.lr is None else min(group.lr, MAX_LR),
+            frozen_until=min(group.frozen_until, steps // 2),
+        )
+        for name, group in optimizer.groups.items()
+    }
+    return replace(optimizer, lr=min(optimizer.lr, MAX_LR), groups=groups)
 
 
 def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:

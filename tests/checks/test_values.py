@@ -45,7 +45,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["trainer.devices=0", "strategy=ddp"], "trainer.devices=0: use a number of at least 1"),
         (["scheduler.min_lr_ratio=2"], "at most 1"),
         (["trainer.gradient_clip_val=0"], "or null not to clip"),
-        (["data.validation_fraction=1"], "data.validation_fraction=1.0: use a share below 1"),
+        (["data.validation_fraction=1"], "data.validation_fraction=1.0: use a number below 1"),
         (["data.source=stdlib_txt"], "did you mean stdlib_text?"),
         (["objective.name=causl_lm"], "did you mean causal_lm?"),
         (["run.name=a/b"], "use a plain name"),

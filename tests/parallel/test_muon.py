@@ -48,7 +48,7 @@ def test_in_bf16_a_step_is_torchs(options: dict[str, Any]) -> None:
 def test_matrices_of_hidden_layers_are_its_own_and_the_rest_is_adamws(family: str, by_adamw: set[str]) -> None:
     model = materialise(build_meta(tiny_model(family)), 1, "cpu")
     config = OptimizerConfig("mgpu_pipe.parallel.muon.Muon", 2e-2, 0.1, options={"adamw_lr": 1e-3})
-    optimizer = optimizer_factory(config)(model)
+    optimizer = optimizer_factory(config, model)(model)
     names = {id(p): name for name, p in model.named_parameters()}
     matrices, decayed, plain = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
     assert decayed == by_adamw

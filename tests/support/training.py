@@ -85,6 +85,10 @@ class Case:
     offload_path: str | None = None
     optimizer: str = "torch.optim.AdamW"
     optimizer_options: dict[str, Any] = field(default_factory=lambda: {"weight_decay": 0.1})
+    treated: dict[str, Any] = field(default_factory=dict)
+    """Further keys of ``optimizer``: parameter groups, layer-wise decay."""
+    by_hand: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None
+    """The plain loop's optimizer, where it is not the class itself."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of how the model is split."""
 
@@ -221,6 +225,8 @@ class PairOfOptimizers(torch.optim.Optimizer):
 
 def stock_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The class itself, of all parameters in one group; torch.optim.Muon beside AdamW for this program's Muon."""
+    if case.by_hand is not None:
+        return case.by_hand(model)
     if case.optimizer == MUON:
         return PairOfOptimizers(case, model)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -231,7 +237,7 @@ def stock_optimizer(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer
     return made
 
 
-def optimizer_of(case: Case) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
+def optimizer_of(case: Case, model: torch.nn.Module) -> Callable[[torch.nn.Module], torch.optim.Optimizer]:
     """The program's, of the same options."""
     options = dict(case.optimizer_options)
     return optimizer_factory(
@@ -239,9 +245,11 @@ def optimizer_of(case: Case) -> Callable[[torch.nn.Module], torch.optim.Optimize
             _target_=case.optimizer,
             lr=options.pop("lr", LR),
             decay_norms_and_biases=case.optimizer != MUON,
+            **case.treated,
             weight_decay=options.pop("weight_decay", 0.0),
             options=options,
         ),
+        model,
         case.precision,
     )
 
@@ -333,9 +341,9 @@ def trained(
     learns = case.objective or (LEARNED[case.model].objective if case.model in LEARNED else None)
     objective: Objective
     if learns is None:
-        objective = cls(model, optimizer_of(case), learning_rate, 7)
+        objective = cls(model, optimizer_of(case, model), learning_rate, 7)
     else:
-        objective = learns(model, optimizer_of(case), learning_rate)
+        objective = learns(model, optimizer_of(case, model), learning_rate)
     watch = Watch(on_start)
     trainer = pl.Trainer(
         accelerator="cpu",

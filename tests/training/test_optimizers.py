@@ -12,7 +12,7 @@ from mgpu_pipe.training.optimizers import optimizer_factory
 
 def build(**fields: object) -> torch.optim.Optimizer:
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
-    return optimizer_factory(OptimizerConfig(**fields))(model)
+    return optimizer_factory(OptimizerConfig(**fields), model)(model)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,6 @@ def test_vectors_are_not_decayed_unless_asked() -> None:
 )
 def test_a_rank_that_trains_nothing_has_an_optimizer_too(fields: dict[str, object]) -> None:
     frozen = torch.nn.Linear(3, 2).requires_grad_(False)
-    optimizer = optimizer_factory(OptimizerConfig(**fields))(frozen)
+    optimizer = optimizer_factory(OptimizerConfig(**fields), frozen)(frozen)
     optimizer.step()
     assert [group["params"] for group in optimizer.param_groups] == [[]]

@@ -1,0 +1,113 @@
+"""Which parameters the optimizer treats alike: learning rate, weight decay and start, decided by their names.
+
+Decided on the whole model: what a rank holds of it, cut or not, keeps its names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from mgpu_pipe.config.optimizer import OptimizerConfig, ParameterGroup
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.plans import decoder_blocks
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How a parameter is trained; its learning rate is ``lr``, or the optimizer's own times ``lr_factor``."""
+
+    lr: float | None
+    lr_factor: float
+    weight_decay: float
+    frozen_until: int
+
+    def options(self, lr: float) -> dict[str, Any]:
+        """Of the optimizer's group; ``lr`` is what it has by itself. Nothing where nothing is set apart."""
+        own = lr * self.lr_factor if self.lr is None else self.lr
+        start = {"frozen_until": self.frozen_until} if self.frozen_until else {}
+        return {**({} if own == lr else {"lr": own}), **start}
+
+
+def treatments(model: torch.nn.Module, config: OptimizerConfig) -> dict[str, Treatment]:
+    """The treatment of every trained parameter of the whole ``model``, by name.
+
+    Raises:
+        ConfigError: a pattern that matches no parameter, or a group that is left without one that is trained.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, group in config.groups.items():
+        _check_patterns(name, group, list(named))
+    factors = _layer_factors(model, config.layer_decay)
+    found, used = {}, set()
+    for parameter_name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        chosen = _group_of(parameter_name, config.groups)
+        group = ParameterGroup() if chosen is None else config.groups[chosen]
+        used.add(chosen)
+        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
+        factor = factors.get(parameter_name, 1.0) if group.lr is None else 1.0
+        found[parameter_name] = Treatment(group.lr, factor, decay, group.frozen_until)
+    for name, group in config.groups.items():
+        if name not in used:
+            reason = "it is left without a trained parameter: each is frozen, or belongs to a group above"
+            raise ConfigError(f"optimizer.groups.{name}.parameters", group.parameters, "change its patterns", reason)
+    return found
+
+
+def _check_patterns(name: str, group: ParameterGroup, names: Sequence[str]) -> None:
+    key = f"optimizer.groups.{name}.parameters"
+    if not group.parameters:
+        raise ConfigError(key, [], f"name some, such as [{names[0]}]", "the group names no parameter")
+    for pattern in group.parameters:
+        if not any(fnmatchcase(parameter, pattern) for parameter in names):
+            close = nearest(pattern, names)
+            fix = f"did you mean {close}?" if close else f"use names like {names[0]}"
+            raise ConfigError(key, pattern, fix, "matches no parameter of the model")
+
+
+def _group_of(parameter: str, groups: Mapping[str, ParameterGroup]) -> str | None:
+    """The first group that names it."""
+    for name, group in groups.items():
+        if any(fnmatchcase(parameter, pattern) for pattern in group.parameters):
+            return name
+    return None
+
+
+def _layer_factors(model: torch.nn.Module, decay: float) -> dict[str, float]:
+    """What layer-wise decay multiplies the learning rate of each parameter by, where that is not 1.
+
+    A tower of n blocks has ``decay**1`` in its last block and ``decay**n`` in its first; what comes before its blocks
+    (embeddings, a vision model's patches) ``decay**(n + 1)``. What comes after them (norm, head) is left out.
+    """
+    if decay == 1.0:
+        return {}
+    blocks = {id(block) for block in decoder_blocks(model)}
+    powers: dict[int, int] = {}
+
+    def visit(module: torch.nn.Module) -> int:
+        """The blocks of the tallest tower in ``module``."""
+        tower = [child for child in module.children() if id(child) in blocks]
+        for power, block in enumerate(reversed(tower), 1):
+            powers.update((id(parameter), power) for parameter in block.parameters())
+        tallest, before = len(tower), list[torch.nn.Module]()
+        for child in () if tower else module.children():
+            height = visit(child)
+            if height:
+                lowest = ((id(parameter), height + 1) for below in before for parameter in below.parameters())
+                powers.update(lowest)
+                before.clear()
+            else:
+                before.append(child)
+            tallest = max(tallest, height)
+        return tallest
+
+    visit(model)
+    named = model.named_parameters()
+    return {name: decay ** powers[id(parameter)] for name, parameter in named if id(parameter) in powers}

@@ -1,0 +1,71 @@
+"""Parameter groups and layer-wise decay under every strategy: the plain loop, where each parameter has a group of its
+own that is written by hand, gives the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_pipe.config.optimizer import ParameterGroup
+from mgpu_pipe.topology import ParallelDims
+from tests.support.processes import run_processes
+from tests.support.training import LR, Case, plain, trained, worst_error
+
+DECAY, STEPS, LATE = 0.5, 4, 2
+TREATED: dict[str, Any] = {
+    "layer_decay": DECAY,
+    "groups": {
+        "queries": ParameterGroup(["*.q_proj.*"], lr=3 * LR, weight_decay=0.0),
+        "late": ParameterGroup(["model.layers.1.mlp.*", "model.norm.weight"], frozen_until=LATE),
+    },
+}
+RATES = {"model.embed_tokens": DECAY**3, "model.layers.0": DECAY**2, "model.layers.1": DECAY, "": 1.0}
+"""Of a model of two blocks."""
+
+
+class ByHand(torch.optim.AdamW):
+    def __init__(self, model: torch.nn.Module) -> None:
+        groups = []
+        for name, parameter in model.named_parameters():
+            rate = next(rate for start, rate in RATES.items() if name.startswith(start))
+            late = name == "model.norm.weight" or name.startswith("model.layers.1.mlp.")
+            group = {"params": [parameter], "lr": LR * rate, "late": late}
+            groups.append({**group, "lr": 3 * LR, "weight_decay": 0.0} if "q_proj" in name else group)
+        super().__init__(groups, lr=LR, weight_decay=0.1)
+        self.rates, self.steps = [group["lr"] for group in groups], 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, rate in zip(self.param_groups, self.rates, strict=True):
+            group["lr"] = 0.0 if group["late"] and self.steps < LATE else rate
+        self.steps += 1
+        super().step()
+
+
+WAYS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
+    "single": (ParallelDims(), {}),
+    "fsdp 2": (ParallelDims(dp_shard=2), {}),
+    "tp 2": (ParallelDims(tp=2), {}),
+    "pp 2": (ParallelDims(pp=2), {"micro_batches": 2}),
+    "zero2 2": (ParallelDims(dp_shard=2), {"zero_stage": 2}),
+    "zero3 2": (ParallelDims(dp_shard=2), {"zero_stage": 3}),
+    "zero3_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
+    "ddp 2": (ParallelDims(dp_replicate=2), {}),
+    "cp 2": (ParallelDims(cp=2), {}),
+}
+SAMPLED = ("single", "pp 2", "zero3 2")
+
+
+def case_of(**more: Any) -> Case:
+    return Case(steps=STEPS, layers=2, treated=TREATED, **more)
+
+
+@pytest.mark.parametrize(
+    "way", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.exhaustive) for name in WAYS]
+)
+def test_groups_are_trained_as_one_process_with_groups_by_hand_does(way: str) -> None:
+    dims, more = WAYS[way]
+    results = run_processes(dims.world_size, trained, case_of(**more), dims)
+    worst, where = worst_error(results, plain(case_of(by_hand=ByHand)))
+    assert worst <= 1, where
