@@ -115,7 +115,7 @@ def _check_data(config: RunConfig) -> None:
 
     if config.data.source not in FILE_SOURCES or config.data.paths:
         check_sources(config)
-    if config.data.source == "chat_jsonl" and config.data.paths:
+    if config.data.holds_conversations() and config.data.paths:
         from mgpu_pipe.data.text.chat_templates import check_chat
 
         check_chat(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from mgpu_pipe.config.plugins import DATA_SOURCES, ENGINES, PAIR_SOURCES
+from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, DATA_SOURCES, ENGINES, PAIR_SOURCES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -66,7 +66,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("second_text_column", ("labelled_jsonl",)),
         ("label_column", ("labelled_jsonl",)),
         ("classes", ("labelled_jsonl",)),
-        ("messages_column", ("chat_jsonl",)),
+        ("messages_column", CONVERSATION_SOURCES),
         ("format", ("chat_jsonl",)),
         ("source_column", ("pairs_jsonl",)),
         ("target_column", ("pairs_jsonl",)),

@@ -206,7 +206,7 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
 def _missing_paths(config: RunConfig) -> list[ConfigError]:
     data = config.data
     if data.paths and data.source in plugins.DATA_SOURCES and data.source not in FILE_SOURCES:
-        fix = "use data=text_files (or jsonl, parquet, chat_jsonl, labelled_jsonl, pairs_jsonl), or leave it out"
+        fix = f"use data=text_files (or {', '.join(FILE_SOURCES[1:])}), or leave it out"
         return [ConfigError("data.paths", ", ".join(data.paths), fix, f"data.source={data.source} reads no files")]
     if data.source not in FILE_SOURCES or data.paths:
         return []

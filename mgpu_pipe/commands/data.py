@@ -96,7 +96,7 @@ def _amounts(
     if lengths is not None:
         longer = int((lengths > config.data.seq_len).sum())
         cut = f"{longer:,} longer than data.seq_len={config.data.seq_len} are cut" if longer else "none is cut"
-        told = "" if prepared.kind == "pairs" else f"; {cut}"  # pairs that are too long are refused
+        told = "" if prepared.kind in ("pairs", "preferences") else f"; {cut}"  # pairs that are too long are refused
         span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
         rows.append(("lengths", f"{span}, mean {lengths.mean():,.0f}{told}"))
     return rows

@@ -38,6 +38,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.data.loader import evaluation_step_batches
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.first_weights import RunStart
     from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.topology import BatchPlan
 
@@ -55,6 +56,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise ConfigError("data.validation_fraction", config.data.validation_fraction, fix, "nothing is held out")
     fix_rotary_length(run.model, config.data.seq_len)
     objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
+    if run.config is not None:
+        objective.of_run(RunStart(config, run.source.parents[1], prepared, BatchPlan.resolve(config.data, 1), 0, 0))
     result = evaluate_step_batches(objective, step_batches)
     told = objective.description
     width = max(12, *(len(metric.name) + 2 for metric in told.metrics))

@@ -29,15 +29,22 @@ DATA_SOURCES = (
     "jsonl",
     "parquet",
     "chat_jsonl",
+    "preferences_jsonl",
     "labelled_jsonl",
     *PAIR_SOURCES,
     "synthetic",
 )
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "labelled_jsonl", "pairs_jsonl")
+FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl")
+CONVERSATION_SOURCES = ("chat_jsonl", "preferences_jsonl")
+"""Those whose rows a chat template renders."""
 """Those that read the files of data.paths."""
-SAMPLES = {"labelled_jsonl": "labelled_text", **dict.fromkeys(PAIR_SOURCES, "pairs")}
+SAMPLES = {
+    "labelled_jsonl": "labelled_text",
+    "preferences_jsonl": "preferences",
+    **dict.fromkeys(PAIR_SOURCES, "pairs"),
+}
 """The kind of samples that a data source gives; packed text where it is not listed."""
-OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq")
+OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo")
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
 LONGEST = 300

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.optimizer import OptimizerConfig, SchedulerConfig
 from mgpu_pipe.config.peft import PeftConfig
-from mgpu_pipe.config.plugins import PAIR_SOURCES
+from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, PAIR_SOURCES
 from mgpu_pipe.config.sweep_keys import SweepConfig
 from mgpu_pipe.errors import ConfigError
 
@@ -77,8 +77,8 @@ class DataConfig:
     source: str = "stdlib_text"
     """An option of conf/data (mgpu-pipe ls data), or a name that a plug-in registers."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs (text_files, jsonl, parquet, chat_jsonl, labelled_jsonl, pairs_jsonl); also of a data set on the
-    Hub, hf://datasets/<org>/<name>[@revision]/<file or glob>."""
+    """Files or globs (text_files, parquet, and all sources named jsonl); also of a data set on the Hub,
+    hf://datasets/<org>/<name>[@revision]/<file or glob>."""
     text_column: str = "text"
     """Name of the text field (jsonl, parquet, labelled_jsonl)."""
     second_text_column: str | None = None
@@ -89,7 +89,7 @@ class DataConfig:
     """Names of the classes, in the order of their numbers; empty: the model folder's, else all that there are
     (labelled_jsonl)."""
     messages_column: str = "messages"
-    """Name of the list of {role, content} messages (chat_jsonl)."""
+    """Name of the list of {role, content} messages (chat_jsonl; of the prompt: preferences_jsonl)."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
     """How a line holds its conversation (chat_jsonl); auto goes by its columns."""
     source_column: str = "source"
@@ -98,7 +98,7 @@ class DataConfig:
     """Name of the text that the model is to answer with (pairs_jsonl)."""
     chat_template: str | None = None
     """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, phi4, deepseek, plain; null is the tokenizer's
-    own (chat_jsonl)."""
+    own (chat_jsonl, preferences_jsonl)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Shape of the random documents of data=synthetic."""
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
@@ -106,7 +106,7 @@ class DataConfig:
     tokenizer: str = "auto"
     """Tokenizer folder, tokenizer.json or name on the Hub; auto: the model's, else a BPE trained once on this data."""
     seq_len: int = field(default=256, metadata={"at_least": 1})
-    """Tokens a sample; of pairs, tokens a source."""
+    """Tokens a sample; of pairs, tokens a source; of preferences, tokens of both conversations."""
     target_len: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Tokens a target, of pairs; auto is data.seq_len."""
     packing: Literal["best_fit", "none"] = "best_fit"
@@ -131,7 +131,7 @@ class DataConfig:
 
     def holds_conversations(self) -> bool:
         """Whether the model is trained to answer, by a chat template."""
-        return self.source == "chat_jsonl"
+        return self.source in CONVERSATION_SOURCES
 
     def target_tokens(self) -> int:
         """Tokens of a padded target; 0 where samples are no pairs."""

@@ -10,12 +10,18 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text import labelled, pairs
+from mgpu_pipe.data.text import labelled, pairs, preferences
 from mgpu_pipe.data.text import prepare as text
 
 KINDS: dict[str, type[Prepared]] = {
     kind.kind: kind
-    for kind in (text.PreparedData, arrays.PreparedArrays, labelled.PreparedLabelled, pairs.PreparedPairs)
+    for kind in (
+        text.PreparedData,
+        arrays.PreparedArrays,
+        labelled.PreparedLabelled,
+        pairs.PreparedPairs,
+        preferences.PreparedPreferences,
+    )
 }
 
 
@@ -31,6 +37,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return labelled.prepare_labelled(config, progress)
     if config.data.source in PAIR_SOURCES:
         return pairs.prepare_pairs(config, progress)
+    if config.data.source == "preferences_jsonl":
+        return preferences.prepare_preferences(config, progress)
     return text.prepare(config, progress)
 
 

@@ -20,6 +20,7 @@ from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
+from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text
 from mgpu_pipe.parallel.randomness import step_seed
 
@@ -147,6 +148,20 @@ class Objective(pl.LightningModule, ABC):
         """
         name = type(self).__name__
         raise BadInputError(f"{name} defines no reference_loss, which verify compares with; define it")
+
+    def needs_first_weights(self, start: RunStart) -> bool:
+        """Whether :meth:`first_weights` is to be called, alike on every rank. A collective call."""
+        return False
+
+    def first_weights(self, start: RunStart) -> None:
+        """Called when the model holds the weights that the run begins with, also where it goes on from others."""
+
+    def of_run(self, start: RunStart) -> None:
+        """Called before a run's held-out samples are evaluated by another program: what is to be known of the run.
+
+        Raises:
+            BadInputError: the run's folder does not tell it.
+        """
 
     def start_step(self, step_batch: StepBatch) -> None:
         """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""

@@ -74,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = logits if fused else logits.float()
             normaliser, of_target = normaliser_and_target(logits, index, fused)
             if shard is not None:
-                normaliser, of_target = _over_shards(normaliser, of_target.masked_fill(~held, 0.0), shard)
+                normaliser, of_target = over_shards(normaliser, of_target.masked_fill(~held, 0.0), shard)
             losses = normaliser - of_target
             total += torch.where(valid.unsqueeze(1), losses, 0.0).sum(dtype=torch.float64)
             if not want_any:
@@ -111,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def _over_shards(
+def over_shards(
     normaliser: torch.Tensor, of_target: torch.Tensor, shard: VocabularyShard
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The softmax's normaliser and the target's logit over the whole vocabulary, from those of the ranks' rows."""
@@ -151,12 +151,16 @@ def linear_cross_entropy(
     return result
 
 
-def logits_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of whole ``logits`` ``(..., vocabulary)``; a float64 scalar."""
-    losses = F.cross_entropy(
+def logits_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of every label from whole ``logits`` ``(..., vocabulary)``; fp32 of shape (labels,)."""
+    return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORE_INDEX, reduction="none"
     )
-    return losses.sum(dtype=torch.float64)
+
+
+def logits_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Their sum, a float64 scalar."""
+    return logits_token_losses(logits, labels).sum(dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.objectives.cross_entropy import correct_predictions, linear_cross_entropy, logits_cross_entropy
+from mgpu_pipe.objectives.cross_entropy import (
+    correct_predictions,
+    linear_cross_entropy,
+    logits_cross_entropy,
+    logits_token_losses,
+)
+from mgpu_pipe.objectives.token_losses import linear_token_losses
 from mgpu_pipe.parallel.vocabulary import shard_of
 
 log = logging.getLogger(__name__)
@@ -27,6 +33,7 @@ class LossHead:
         self.labels: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.counts_correct = False
+        self.by_token = False
         self.correct: torch.Tensor | None = None
         self._head, self._chunk_tokens = head, chunk_tokens
         plain_forward = head.forward
@@ -37,7 +44,7 @@ class LossHead:
             given = hidden, head.weight, head.bias, self.labels, self._chunk_tokens, shard_of(head)
             if self.counts_correct:
                 self.correct = correct_predictions(*given)
-            self.result = linear_cross_entropy(*given)
+            self.result = linear_token_losses(*given) if self.by_token else linear_cross_entropy(*given)
             return self.result
 
         head.forward = forward  # type: ignore[method-assign, assignment]
@@ -81,12 +88,25 @@ class TokenLoss:
         assert right is not None
         return loss, right
 
-    def _sums(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def by_token(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of every label, fp32, of the shape of ``labels``; 0 where it is ``IGNORE_INDEX``."""
+        if self._head is not None:
+            self._head.by_token = True
+        try:
+            return self._sums(inputs, labels, by_token=True)[0].view(labels.shape)
+        finally:
+            if self._head is not None:
+                self._head.by_token = False
+
+    def _sums(
+        self, inputs: Mapping[str, Any], labels: torch.Tensor, by_token: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._head is None or not self._head.applies:
             logits = self._model(**inputs).logits
             wanted = labels.reshape(logits.shape[:-1])
             right = (logits.detach().argmax(-1) == wanted) & (wanted != IGNORE_INDEX)
-            return logits_cross_entropy(logits, labels), right.view(labels.shape)
+            losses = logits_token_losses if by_token else logits_cross_entropy
+            return losses(logits, labels), right.view(labels.shape)
         self._head.labels, returned = labels, None
         try:
             returned = self._model(**inputs).logits
@@ -107,7 +127,7 @@ class TokenLoss:
                 type(self._model).__name__,
             )
         self._head = None
-        return self._sums(inputs, labels)
+        return self._sums(inputs, labels, by_token)
 
 
 def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:

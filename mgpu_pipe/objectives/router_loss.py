@@ -156,7 +156,7 @@ class RouterLoss:
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
         for group in self._groups:
-            values = _SummedOverRanks.apply(values, group)
+            values = SummedOverRanks.apply(values, group)
         return values
 
 
@@ -188,7 +188,7 @@ def sum_router_statistics(values: torch.Tensor, group: dist.ProcessGroup) -> tor
     return values
 
 
-class _SummedOverRanks(torch.autograd.Function):
+class SummedOverRanks(torch.autograd.Function):
     """Every rank computes the same loss from the sums, and gives it the gradient of its own tokens alone."""
 
     @staticmethod

@@ -106,7 +106,7 @@ def vocabulary_parallel_head(head: nn.Linear, shard: VocabularyShard, sequence: 
         return None if sequence is not None and sequence.active else (sum_backward(args[0], shard.group), *args[1:])
 
     def leave(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-        return output if output.dim() == 0 else shard.gather(output)
+        return output if output.dim() < 2 else shard.gather(output)  # a loss, or one for each token
 
     setattr(head, SHARD, shard)
     head.out_features = shard.stop - shard.start

@@ -52,7 +52,9 @@ class StepRecorder(pl.Callback):
         ranked: metrics that a step's checkpoint keeps.
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
         sample: called after each closed step, on every rank; its time is not the step's.
-        reader: checkpoint to take weights and optimizer state from, once both exist.
+        first_reader: checkpoint to take the run's first weights from, once there are some to write into.
+        at_first_weights: called when the first weights are there, on every rank.
+        reader: checkpoint to take weights and optimizer state from, after that.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class StepRecorder(pl.Callback):
         ranked: Sequence[str] = TRAINING_METRICS,
         model_flops_utilisation: Any = None,
         sample: Callable[[int], None] | None = None,
+        first_reader: Any = None,
+        at_first_weights: Callable[[], None] = lambda: None,
         reader: Any = None,
-        resume_optimizer: bool = True,
     ) -> None:
         self._config = config
         self.max_steps = max_steps
@@ -83,8 +86,7 @@ class StepRecorder(pl.Callback):
         self._ranked = ranked
         self._mfu = model_flops_utilisation
         self._sample = sample
-        self._reader = reader
-        self._resume_optimizer = resume_optimizer
+        self._first_reader, self._at_first_weights, self._reader = first_reader, at_first_weights, reader
         self._open: dict[str, Any] | None = None
         self._step_seconds: list[float] = []
         self._step_work: list[tuple[int, int, int]] = []
@@ -101,10 +103,13 @@ class StepRecorder(pl.Callback):
         """Those of the newest step alone: what its checkpoint says of it, and is ranked by."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        if self._first_reader is not None:
+            restore_weights(self._first_reader, strategy)
+        self._at_first_weights()
         if self._reader is not None:
-            restore_weights(self._reader, trainer.strategy)  # type: ignore[arg-type]
-            if self._resume_optimizer:
-                restore_optimizer(self._reader, trainer.strategy)
+            restore_weights(self._reader, strategy)
+            restore_optimizer(self._reader, strategy)
         start_at_step(trainer, self._start_step)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -29,6 +29,7 @@ from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.parallel.compile import compiles
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
 from mgpu_pipe.planner.flops import known_gpu_peak
@@ -131,8 +132,11 @@ def train(
     )
     writer = _metrics_writer(paths, start_step, objective) if rank == 0 else None
     own_writer = rank_writer(paths, rank, world_size, start_step)
-    weights_only = reader is None and config.checkpoint.init_from is not None and not starts_from_folder(config)
-    source = weights_reader(config) if weights_only else reader
+    start = RunStart(config, paths.root, prepared, plan, dims.data_parallel_rank(rank), max_steps)
+    needs_first = objective.needs_first_weights(start)
+    from_run = config.checkpoint.init_from is not None and not starts_from_folder(config)
+    first = weights_reader(config) if from_run and (reader is None or needs_first) else None
+    source = first if reader is None else reader
     if source is not None:
         source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
     checkpointer = Checkpointer(
@@ -177,8 +181,9 @@ def train(
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
         model_flops_utilisation=_utilisation(model, config, prepared, device, precision, world_size),
         sample=_sampler(config, paths, prepared, model, strategy, start_step),
-        reader=source,
-        resume_optimizer=not weights_only,
+        first_reader=first,
+        at_first_weights=lambda: objective.first_weights(start) if needs_first else None,
+        reader=reader,
     )
     held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank), objective.samples)
     try:

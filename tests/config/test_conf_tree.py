@@ -22,6 +22,8 @@ NEEDS_MORE = {
     ("data", "jsonl"),
     ("data", "parquet"),
     ("data", "chat_jsonl"),
+    ("data", "preferences_jsonl"),
+    ("objective", "dpo"),
     ("model", "bert_tiny"),
     ("model", "bert_small"),
     ("objective", "masked_lm"),

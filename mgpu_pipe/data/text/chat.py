@@ -20,6 +20,7 @@ from jinja2.parser import Parser
 
 from mgpu_pipe.data.files import check_unicode, json_row
 from mgpu_pipe.data.text.conversations import CLOSE, OPEN, is_trained, messages_of
+from mgpu_pipe.data.text.preference_row import preference_of
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
 from mgpu_pipe.errors import BadInputError, DataError
 
@@ -108,8 +109,25 @@ class ChatTemplate:
         """
         row = json_row(line, origin)
         messages = messages_of(row, origin, column, form)
+        return self._spans_within_limits(messages, row, origin, len(line), rendered_before)
+
+    def preference(
+        self, line: str, origin: str, column: str, rendered_before: bool = False
+    ) -> list[tuple[str, list[Span]]]:
+        """The same of the two conversations of a preference pair, the chosen one first; spans are of the answers alone.
+
+        Args:
+            column: as of :func:`preference_of`.
+        """
+        row = json_row(line, origin)
+        both = preference_of(row, origin, column)
+        return [self._spans_within_limits(one, row, origin, len(line), rendered_before) for one in both]
+
+    def _spans_within_limits(
+        self, messages: list[dict[str, Any]], row: Mapping[str, Any], origin: str, size: int, rendered_before: bool
+    ) -> tuple[str, list[Span]]:
         try:
-            with nullcontext() if rendered_before else limited(len(line)):
+            with nullcontext() if rendered_before else limited(size):
                 return self._with_spans(messages, row.get("tools"), origin)
         except TemplateError as error:
             raise DataError(f"{origin}: the chat template refuses these messages: {reason(error)}") from error

@@ -121,4 +121,7 @@ def check_chat(config: RunConfig) -> None:
         return  # looked into once it is fetched
     first = files.expand_paths(config.data.paths, "data.paths")[0]
     line, origin, _ = next(files.read_lines(first))
-    template.conversation(line, origin, config.data.messages_column, config.data.format)
+    if config.data.source == "preferences_jsonl":
+        template.preference(line, origin, config.data.messages_column)
+    else:
+        template.conversation(line, origin, config.data.messages_column, config.data.format)

@@ -15,7 +15,7 @@ class Document(NamedTuple):
     """One document: a text, a pair of texts, or token ids.
 
     Attributes:
-        text: of ``chat_jsonl`` the JSON line, of pairs the source; empty where there are token ids.
+        text: of conversations the JSON line, of pairs the source; empty where there are token ids.
         origin: where it stands, for errors.
         size: its share of the progress.
         target: of pairs.
@@ -61,4 +61,4 @@ class Source:
     size: int
     """Sum of the documents' ``size``; 0 where it is not known beforehand."""
     documents: Callable[[], Iterator[Document]]
-    kind: Literal["text", "chat", "pairs", "tokens"] = "text"
+    kind: Literal["text", "chat", "preferences", "pairs", "tokens"] = "text"

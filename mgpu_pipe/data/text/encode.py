@@ -26,6 +26,8 @@ _BATCH_DOCUMENTS = 1024
 # Below this much text a process pool costs more time than it saves.
 _POOL_FROM_CHARACTERS = 4 << 20
 _BATCHES_IN_FLIGHT = 4
+TRAINED, REJECTED = 1, 2
+"""Bits of the loss mask: of tokens that count, and of those of a preference pair's second conversation."""
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
@@ -45,7 +47,7 @@ class EncodedBatch(NamedTuple):
     hashes: NDArray[np.uint64]
     """:func:`mgpu_pipe.data.text.split.document_hash` of each document."""
     loss_mask: NDArray[np.uint8] | None
-    """1 where a token counts as a label; None where all do."""
+    """1 where a token counts as a label (of preferences: the bits of ``data.text.preferences``); None where all do."""
     size: int
     """Progress: sum of the documents' sizes."""
 
@@ -65,6 +67,8 @@ class EncoderSpec:
     stop_tokens: tuple[str, ...] = ()
     pairs: bool = False
     """The documents are pairs of source and target, whose targets alone count as labels."""
+    preferences: bool = False
+    """The conversations are pairs, one with the chosen and one with the rejected answer."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
@@ -112,14 +116,20 @@ class Encoder:
                 masks.append((np.arange(len(pieces[-1])) >= len(source)).astype(np.uint8))
         elif self._template is None:
             pieces = self._encoded([document.text for document in documents])
+        elif self._spec.preferences:
+            for document in documents:
+                both = self._template.preference(document.text, document.origin, self._spec.messages_column)
+                halves = [self._ended_conversation(text, spans) for text, spans in both]
+                pieces.append([token for ids, _ in halves for token in ids])
+                masks.append(np.concatenate([mask | bit for (_, mask), bit in zip(halves, (0, REJECTED), strict=True)]))
         else:
             for document in documents:
                 text, spans = self._template.conversation(
                     document.text, document.origin, self._spec.messages_column, self._spec.chat_format
                 )
-                encoding = self._tokenizer.encode(text, add_special_tokens=False)
-                pieces.append(encoding.ids)
-                masks.append(_span_mask(encoding.offsets, spans))
+                ids, mask = self._ended_conversation(text, spans)
+                pieces.append(ids)
+                masks.append(mask)
         for index, ids in enumerate(pieces):
             if not ids or ids[-1] != eos:
                 pieces[index] = [*ids, eos]
@@ -135,6 +145,15 @@ class Encoder:
             loss_mask=np.concatenate(masks) if masks else None,
             size=sum(document.size for document in documents),
         )
+
+    def _ended_conversation(self, text: str, spans: list[Span]) -> tuple[list[int], NDArray[np.uint8]]:
+        """A conversation's tokens with their end, and which of them count."""
+        encoding, eos = self._tokenizer.encode(text, add_special_tokens=False), self._spec.eos_token_id
+        ids, mask = encoding.ids, _span_mask(encoding.offsets, spans)
+        if ids[-1:] == [eos]:
+            return ids, mask
+        # Where the assistant spoke last, the end of the text is the end of what it says.
+        return [*ids, eos], np.append(mask, mask[-1:]) if len(mask) else np.zeros(1, np.uint8)
 
     def _given(self, document: Document) -> list[int]:
         """Raises:

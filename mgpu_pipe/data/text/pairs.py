@@ -14,15 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, digest_of, read_manifest
 from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.text.prepare import tokenise
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, documents_of
-from mgpu_pipe.data.text.sources import open_source, validation_source_config
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, documents_of, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore
-from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
 
 
@@ -79,43 +75,26 @@ def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> Prepar
         ConfigError: as there, or ``data.seq_len`` or ``data.target_len`` is too short for a pair.
         DataError: as there.
     """
-    cache, told = cache_folder(config.data.cache_dir).absolute(), progress or no_progress
-    with writing_to_cache(cache):
-        private_folder(cache)
-        return _prepare(config, cache, told)
-
-
-def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedPairs:
-    data = config.data
-    held_config = validation_source_config(config) if data.validation_paths else None
-    source = open_source(config, cache, progress)
-    held_source = open_source(held_config, cache, progress, "data.validation_paths") if held_config else None
-    tokenizer = resolve_tokenizer(config, source, cache, progress)
-    folder = tokenise(config, source, tokenizer, cache, progress)
-    held_folder = tokenise(held_config, held_source, tokenizer, cache, progress) if held_config else folder
-    fraction = float(held_folder == folder) if held_config else data.validation_fraction
+    data, rows = config.data, prepare_rows(config, progress)
+    folder, held_folder, fraction = rows.folder, rows.held_out_folder, rows.fraction
     train, held = (len(documents_of(folder, held_folder, fraction, split)) for split in ("train", "validation"))
-    for one in dict.fromkeys((folder, held_folder)):
+    for one in rows.names:
         _check_lengths(config, one)
     if not train:
         raise DataError(f"data.source={data.source}: there is nothing to train on: all pairs are held out; add some")
-    manifests = [manifest for manifest in map(read_manifest, {folder, held_folder}) if manifest]
+    manifests = [manifest for manifest in map(read_manifest, rows.names) if manifest]
     sizes = (data.seq_len, data.target_tokens())
     return PreparedPairs(
-        folder=folder,
-        held_out_folder=held_folder,
-        tokenizer_folder=tokenizer.folder,
-        padding_token_id=tokenizer.eos_token_id,
+        **vars(rows),
         seq_len=sizes[0],
         target_len=sizes[1],
-        fraction=fraction,
         num_pairs=sum(manifest["documents"] for manifest in manifests),
         num_tokens=sum(manifest["tokens"] for manifest in manifests),
         train_samples=train,
         held_out_samples=held,
         validation_samples=min(held, data.validation_max_samples or held),
         digest=digest_of("pairs", folder.name, fraction, *sizes),
-        validation_digest=digest_of("pairs", held_folder.name, *sizes) if held_config else "",
+        validation_digest=digest_of("pairs", held_folder.name, *sizes) if data.validation_paths else "",
     )
 
 

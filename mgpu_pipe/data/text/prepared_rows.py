@@ -13,10 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import Progress, no_progress, writing_to_cache
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
+from mgpu_pipe.data.text.prepare import tokenise
+from mgpu_pipe.data.text.sources import open_source, validation_source_config
 from mgpu_pipe.data.text.split import held_out
 from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 
 FOLDERS = ("folder", "held_out_folder", "tokenizer_folder")
 
@@ -73,6 +78,41 @@ class PreparedRows(Prepared):
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         fields = {name: entry for name, entry in value.items() if name != "kind"}
         return cls(**{**fields, **{name: Path(fields[name]) for name in FOLDERS}})
+
+
+@dataclass(frozen=True)
+class RowFolders:
+    """Where the rows of a run lie; the fields are those of :class:`PreparedRows`."""
+
+    folder: Path
+    held_out_folder: Path
+    fraction: float
+    tokenizer_folder: Path
+    padding_token_id: int
+
+    @property
+    def names(self) -> list[Path]:
+        """The token stores, each once."""
+        return list(dict.fromkeys((self.folder, self.held_out_folder)))
+
+
+def prepare_rows(config: RunConfig, progress: Progress | None = None) -> RowFolders:
+    """Make the rows of ``config`` ready, or find them ready; as :func:`mgpu_pipe.data.text.prepare.prepare`.
+
+    Raises:
+        ConfigError, DataError: as there.
+    """
+    data, cache, told = config.data, cache_folder(config.data.cache_dir).absolute(), progress or no_progress
+    with writing_to_cache(cache):
+        private_folder(cache)
+        held_config = validation_source_config(config) if data.validation_paths else None
+        source = open_source(config, cache, told)
+        held_source = open_source(held_config, cache, told, "data.validation_paths") if held_config else None
+        tokenizer = resolve_tokenizer(config, source, cache, told)
+        folder = tokenise(config, source, tokenizer, cache, told)
+        held_folder = tokenise(held_config, held_source, tokenizer, cache, told) if held_config else folder
+    fraction = float(held_folder == folder) if held_config else data.validation_fraction
+    return RowFolders(folder, held_folder, fraction, tokenizer.folder, tokenizer.eos_token_id)
 
 
 def documents_of(folder: Path, held_out_folder: Path, fraction: float, split: Split) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labelled import PreparedLabelled
 from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
+from mgpu_pipe.data.text.preferences import PreparedPreferences
 from mgpu_pipe.data.text.prepare import PreparedData
 from mgpu_pipe.data.text.prepared_rows import PreparedRows
 from mgpu_pipe.data.text.token_store import TokenStore
@@ -40,6 +41,8 @@ def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
     if isinstance(prepared, PreparedPairs):
         pairs = pairs_of(TokenStore.open(prepared.folder), prepared.documents("train"))
         return pairs.source_tokens + pairs.target_tokens, "pair"
+    if isinstance(prepared, PreparedPreferences):
+        return np.diff(TokenStore.open(prepared.folder).offsets), "pair"
     if isinstance(prepared, (PreparedData, PreparedRows)):
         return np.diff(TokenStore.open(prepared.folder).offsets), "document"
     return None

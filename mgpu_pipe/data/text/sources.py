@@ -23,6 +23,7 @@ from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.labelled_row import row_of
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
+from mgpu_pipe.data.text.preference_row import preference_of, prompt_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
 READ_NO_PATHS = ("stdlib_text", "number_words", "synthetic")
@@ -175,6 +176,9 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
     if data.source == "chat_jsonl":
         messages_of(row, origin, data.messages_column, data.format)
         return
+    if data.source == "preferences_jsonl":
+        preference_of(row, origin, data.messages_column)
+        return
     names = {"pairs_jsonl": ("source_column", "target_column")}
     for name in names.get(data.source, ("text_column",)):
         column = getattr(data, name)
@@ -205,15 +209,21 @@ def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Pro
         "jsonl": data.text_column,
         "parquet": data.text_column,
         "chat_jsonl": data.messages_column if data.format == "auto" else [data.messages_column, data.format],
+        "preferences_jsonl": ["preferences", data.messages_column],
         "pairs_jsonl": [data.source_column, data.target_column],
     }
-    kinds: dict[str, Literal["chat", "pairs"]] = {"chat_jsonl": "chat", "pairs_jsonl": "pairs"}
+    kinds: dict[str, Literal["chat", "preferences", "pairs"]] = {
+        "chat_jsonl": "chat",
+        "preferences_jsonl": "preferences",
+        "pairs_jsonl": "pairs",
+    }
     readers: dict[str, Callable[[Path], Iterator[Document]]] = {
         "jsonl": lambda path: _jsonl(path, data.text_column, known[path]),
         "parquet": lambda path: (
             Document(*row) for row in files.parquet_rows(path, data.text_column, expected=known[path])
         ),
         "chat_jsonl": lambda path: (Document(*row) for row in files.read_lines(path, known[path])),
+        "preferences_jsonl": lambda path: _preferences_jsonl(path, data.messages_column, known[path]),
         "pairs_jsonl": lambda path: _pairs_jsonl(path, data, known[path]),
     }
     read = readers.get(data.source, lambda path: _whole_file(path, known[path]))
@@ -256,6 +266,12 @@ def _pairs_jsonl(path: Path, data: DataConfig, expected: Fingerprint) -> Iterato
             if not text:
                 raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
         yield Document(source, origin, size, target)
+
+
+def _preferences_jsonl(path: Path, column: str, expected: Fingerprint) -> Iterator[Document]:
+    for line, origin, size in files.read_lines(path, expected):
+        chosen, _ = preference_of(files.json_row(line, origin), origin, column)
+        yield Document(line, origin, size, key=prompt_of(chosen))
 
 
 def _text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:

@@ -82,7 +82,7 @@ def write_tokens(
             tokens.write(batch.tokens.data)
             if batch.loss_mask is not None:
                 mask.write(batch.loss_mask.data)
-                learned += int(batch.loss_mask.sum())
+                learned += int((batch.loss_mask & 1).sum())
             lengths.append(batch.lengths)
             hashes.append(batch.hashes)
             done += batch.size

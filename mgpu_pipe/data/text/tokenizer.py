@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BPE_VERSION = 2
+CONVERSATIONS = ("chat", "preferences")
+"""Kinds of sources that a chat template renders."""
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
 
 
@@ -108,7 +110,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         ConfigError: conversations without a chat template.
     """
     template = None
-    if source.kind == "chat":
+    if source.kind in CONVERSATIONS:
         template = chat_template(info.folder)
         if template is None:
             raise no_template(config)
@@ -123,6 +125,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         special_tokens=special_tokens(info.folder),
         stop_tokens=stop_tokens(info.folder),
         pairs=source.kind == "pairs",
+        preferences=source.kind == "preferences",
     )
 
 
@@ -248,11 +251,11 @@ def _trained(
     if source.kind == "tokens":
         fix = "give the folder of the tokenizer that the ids come from"
         raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
-    if source.kind == "chat" and template is None:
+    if source.kind in CONVERSATIONS and template is None:
         raise no_template(config)
     fraction = 0.0 if config.data.validation_paths else config.data.validation_fraction
     special = () if template is None else template.special
-    chat = compiled(config, template.text) if template is not None and source.kind == "chat" else None
+    chat = compiled(config, template.text) if template is not None and source.kind in CONVERSATIONS else None
 
     def pairs(again: bool) -> Iterator[tuple[str | bytes, str]]:
         if chat is None:
@@ -262,12 +265,15 @@ def _trained(
             return
         for document in source.documents():
             # The tokenizers library asks again in a thread of its own, where no limit holds: the same as before.
-            text, _ = chat.conversation(
-                document.text, document.origin, config.data.messages_column, config.data.format, rendered_before=again
-            )
+            given = (document.text, document.origin, config.data.messages_column)
+            if source.kind == "preferences":
+                texts = [text for text, _ in chat.preference(*given, rendered_before=again)]
+            else:
+                texts = [chat.conversation(*given, config.data.format, rendered_before=again)[0]]
+            text = "\n".join(texts)
             for token in special:
                 text = text.replace(token, " ")
-            yield document.text, text
+            yield document.split_key, text
 
     def train(out: Path) -> None:
         texts = tokenizer_train.training_texts(pairs(again=False), pairs(again=True), fraction, progress)

@@ -1,0 +1,80 @@
+"""What code without torch knows of direct preference optimisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig
+from mgpu_pipe.errors import ConfigError
+
+
+@dataclass
+class DPOConfig(ObjectiveConfig):
+    name: str = "dpo"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """sigmoid is the loss of DPO (arXiv:2305.18290), ipo that of arXiv:2310.12036, of means over an answer's tokens."""
+    beta: float = field(default=0.1, metadata={"above": 0})
+    """How strongly the model is held to its reference: the larger, the closer it stays."""
+    label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "below": 0.5})
+    """Share of the pairs that are taken to be the wrong way round, below 0.5 (loss=sigmoid)."""
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
+    sample_prompts: list[str] = field(default_factory=list)
+    """Questions that are answered after training and shown with the result."""
+    sample_max_new_tokens: int = field(default=64, metadata={"at_least": 1})
+    """Most tokens of such an answer."""
+
+    def shrunk(self, tokens: int) -> Self:
+        chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
+        return replace(self, sample_prompts=[], loss_chunk_tokens=chunk)
+
+    def prompts(self) -> tuple[list[str], int]:
+        return self.sample_prompts, self.sample_max_new_tokens
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        smoothing = self.label_smoothing
+        if smoothing and self.loss != "sigmoid":
+            reason = f"objective.loss={self.loss} has none"
+            return [ConfigError("objective.label_smoothing", smoothing, "use 0, or objective.loss=sigmoid", reason)]
+        return []
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    """From the sums of losses, of right pairs, of both rewards, and the number of pairs."""
+    loss, right, chosen, rejected = (value / sums[-1] for value in sums[:-1])
+    return {
+        "val/loss": loss,
+        "val/preference_accuracy": right,
+        "val/margin": chosen - rejected,
+        "val/chosen_reward": chosen,
+        "val/rejected_reward": rejected,
+    }
+
+
+DESCRIPTION = Description(
+    name="dpo",
+    keys=DPOConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a pair"),
+        Metric(
+            "val/preference_accuracy",
+            "held-out preference",
+            "of pairs",
+            percent=True,
+            higher_is_better=True,
+            headline=True,
+        ),
+        Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True),
+        Metric("val/chosen_reward", "held-out reward, chosen", higher_is_better=True),
+        Metric("val/rejected_reward", "held-out reward, rejected"),
+    ),
+    measured=measured,
+    counts="pairs",
+    samples="preferences",
+)

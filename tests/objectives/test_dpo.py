@@ -1,0 +1,313 @@
+"""Preferences. Oracle: the loss written by hand over transformers' own model, one answer at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze, remember
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.models.build import materialise, run_model
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+DPO = ("objective=dpo", "data=preferences_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
+PAIRS = [
+    {
+        "prompt": f"What is {number} and {number}?",
+        "chosen": f"It is {2 * number}, my friend.",
+        "rejected": f"{2 * number}" + "!" * (number % 4),
+    }
+    for number in range(24)
+]
+
+
+def file_of(folder: Path, rows: list[Any]) -> str:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return f"data.paths=[{path}]"
+
+
+def small_data(cache: Path, *overrides: str) -> RunConfig:
+    shape = (
+        "data.seq_len=96",
+        "data.global_batch_size=4",
+        "data.validation_fraction=0.25",
+        "model.config.vocab_size=384",
+    )
+    template, steps = "data.chat_template=chatml", ("trainer.max_steps=3", "optimizer.lr=3e-4", "scheduler=constant")
+    return compose([*DPO, *shape, template, *steps, f"data.cache_dir={cache}", *overrides])[0]
+
+
+def verified(config: RunConfig) -> list[Worst]:
+    return worst_of(compare(config))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
+        (2, ("strategy=ddp", "objective.loss=ipo")),
+        (2, ("strategy=fsdp", "objective.label_smoothing=0.1")),
+        (2, ("strategy=tp", "strategy.sequence_parallel=true")),
+        (2, ("strategy=pp",)),
+        (2, ("strategy=cp",)),
+        (2, ("strategy=zero3",)),
+        *(
+            pytest.param(processes, strategy, marks=pytest.mark.exhaustive)
+            for processes, strategy in (
+                (2, ("strategy=zero1",)),
+                (2, ("strategy=zero2",)),
+                (2, ("strategy=cp", "strategy.context.method=ulysses", "objective.loss=ipo")),
+                (2, ("strategy=fsdp", "precision=bf16")),
+                (2, ("strategy=tp", "peft=lora")),
+                (2, ("strategy=fsdp", "peft=lora")),
+                (2, ("strategy=ep", "model=mixtral_tiny")),
+                (4, ("strategy=pp", "strategy.tp=2")),
+                (4, ("strategy=fsdp", "strategy.tp=2", "model=gpt2_tiny")),
+            )
+        ),
+    ],
+)
+def test_every_strategy_is_one_answer_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*DPO, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def trained(folder: str, overrides: list[str], cache: str, resume: str | None = None) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = small_data(Path(cache), *overrides)
+    step = None if resume is None else Path(resume)
+    result = train(config, RunPaths(Path(folder)), prepare(config), resume=step)
+    return result.summary["metrics"]
+
+
+def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
+    import shutil
+
+    folder.mkdir()
+    given = [*overrides, f"trainer.devices={processes}"]
+    config = small_data(cache, *given)
+    freeze(config, RunPaths(folder).config)
+    remember(RunPaths(folder).config)
+    shutil.copytree(prepare(config).tokenizer_folder, RunPaths(folder).tokenizer)
+    step = None if resume is None else str(resume)
+    found: dict[str, float] = run_processes(processes, trained, str(folder), given, str(cache), step)[0]
+    return found
+
+
+def answers(tokenizer: Any, row: dict[str, str]) -> list[tuple[list[int], int]]:
+    """Of each side the tokens, their end included, and how many of them are the prompt's."""
+    asked, found = [{"role": "user", "content": row["prompt"]}], []
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    for side in ("chosen", "rejected"):
+        said = [*asked, {"role": "assistant", "content": row[side]}]
+        ids = tokenizer(tokenizer.apply_chat_template(said, tokenize=False), add_special_tokens=False)["input_ids"]
+        length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        found.append(([*ids, tokenizer.eos_token_id], length))
+    return found
+
+
+def log_probability(model: Any, ids: list[int], prompt: int) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([ids])).logits[0, prompt - 1 : -1]
+    return -F.cross_entropy(logits, torch.tensor(ids[prompt:]), reduction="sum")
+
+
+def by_hand(config: RunConfig, steps: int, beta: float) -> tuple[list[float], dict[str, float]]:
+    """The losses of the steps, and the held-out metrics behind them."""
+    from transformers import AutoTokenizer
+
+    prepared = prepare(config)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    train, held = ([PAIRS[document] for document in prepared.documents(split)] for split in ("train", "validation"))
+    model = materialise(run_model(config), config.seed, "cpu")
+    reference, keys = copy.deepcopy(model).eval(), config.optimizer
+    decayed = {
+        True: [p for p in model.parameters() if p.dim() > 1],
+        False: [p for p in model.parameters() if p.dim() < 2],
+    }
+    groups = [{"params": params, "weight_decay": keys.weight_decay * decay} for decay, params in decayed.items()]
+    optimizer = torch.optim.AdamW(groups, lr=keys.lr, **keys.options)
+
+    def margin(row: dict[str, str]) -> tuple[torch.Tensor, list[float]]:
+        gains = []
+        for ids, prompt in answers(tokenizer, row):
+            with torch.no_grad():
+                before = log_probability(reference, ids, prompt)
+            gains.append(log_probability(model, ids, prompt) - before)
+        return gains[0] - gains[1], [beta * float(gain.detach()) for gain in gains]
+
+    order, losses, size = GlobalOrder(config.seed, len(train)), [], config.data.global_batch_size
+    for step in range(steps):
+        rows = [train[index] for index in order.indices(step * size, size)]
+        loss = torch.stack([-F.logsigmoid(beta * margin(row)[0]) for row in rows]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.gradient_clip_val)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        found = [margin(row) for row in held]
+    rewards = np.array([both for _, both in found])
+    return losses, {
+        "val/loss": float(torch.stack([-F.logsigmoid(beta * value) for value, _ in found]).mean()),
+        "val/preference_accuracy": float(np.mean(rewards[:, 0] > rewards[:, 1])),
+        "val/margin": float(np.mean(rewards[:, 0] - rewards[:, 1])),
+        "val/chosen_reward": float(np.mean(rewards[:, 0])),
+        "val/rejected_reward": float(np.mean(rewards[:, 1])),
+    }
+
+
+def losses_of(folder: Path) -> list[float]:
+    rows = (folder / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    at = rows[0].split(",").index("train/loss")
+    return [float(row.split(",")[at]) for row in rows[1:]]
+
+
+@pytest.mark.parametrize(("processes", "strategy"), [(1, "single"), (2, "fsdp"), (2, "zero3")])
+def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path, processes: int, strategy: str) -> None:
+    given = (file_of(tmp_path, PAIRS), "objective.beta=0.5", "trainer.log_every_n_steps=1", f"strategy={strategy}")
+    found = run(tmp_path / "run", tmp_path / "cache", processes, *given)
+    losses, expected = by_hand(small_data(tmp_path / "cache", *given), 3, 0.5)
+    assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
+    assert losses[0] == pytest.approx(np.log(2)) and abs(losses[2] - losses[0]) > 1e-3
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mgpu_pipe.cli import main
+
+    files, cache = file_of(tmp_path, PAIRS), tmp_path / "cache"
+    whole = run(tmp_path / "whole", cache, 1, files, "strategy=single", "checkpoint.every_n_steps=2")
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    second = run(tmp_path / "second", cache, 2, files, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss", "val/margin"):
+        assert second[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-6)
+    evaluate = ["eval", str(tmp_path / "second"), "--device", "cpu"]
+    assert main(evaluate) == 0
+    printed = capsys.readouterr().out
+    assert f"{second['val/loss']:.6f} nats a pair" in printed and "pairs of" in printed
+    for kept in (tmp_path / "second").glob("reference-*.npy"):
+        kept.unlink()
+    assert main(evaluate) == 2
+    assert "no such numbers of the reference for these pairs" in capsys.readouterr().err
+
+
+def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    asked = [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Two?"},
+    ]
+    sides = {
+        side: [*asked, {"role": "assistant", "content": text}]
+        for side, text in (("chosen", "No."), ("rejected", "Maybe."))
+    }
+    rows = [
+        *PAIRS,
+        {"messages": asked, "chosen": "No.", "rejected": "Maybe."},
+        {"prompt": "Two?", "messages": sides["chosen"], **sides},
+        {"prompt": asked, "chosen": sides["chosen"][-1:], "rejected": sides["rejected"][-1:]},
+        {"prompt": "Equal?", "chosen": "Yes.", "rejected": "Yes."},
+        {"prompt": "Long?", "chosen": "Yes." * 40, "rejected": "No."},
+    ]
+    config = small_data(tmp_path, file_of(tmp_path, rows), "data.validation_fraction=0")
+    prepared = prepare(config)
+    assert prepared.amounts()[0] == (len(PAIRS) + 3, "pairs")
+    assert prepared.amounts()[2:] == [(1, "equal pairs left out"), (1, "pairs above data.seq_len left out")]
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    samples = prepared.open(config, "train")
+    everything = np.arange(len(samples))
+    batch = samples.batch(everything, everything)
+    assert samples.valid_units(everything, everything) == len(samples)
+    for row in range(len(PAIRS)):
+        start = 0
+        for side, (ids, prompt) in enumerate(answers(tokenizer, PAIRS[row])):
+            at = slice(start, start + len(ids))
+            assert batch["input_ids"][row, at].tolist() == ids
+            assert batch["position_ids"][row, at].tolist() == list(range(len(ids)))
+            assert batch["labels"][row, at].tolist() == [IGNORE_INDEX] * (prompt - 1) + ids[prompt:] + [IGNORE_INDEX]
+            assert batch["rejected"][row, at].tolist() == [side] * len(ids)
+            start += len(ids)
+        assert set(batch["labels"][row, start:].tolist()) == {IGNORE_INDEX}
+    said = [tokenizer.decode(labels[labels != IGNORE_INDEX]) for labels in batch["labels"][len(PAIRS) :]]
+    assert len(set(said)) == 1 and "No." in said[0] and "Maybe." in said[0] and "Yes." not in said[0]
+    assert all(torch.equal(batch["input_ids"][-1], ids) for ids in batch["input_ids"][len(PAIRS) :])
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "pairs.jsonl:1: has no column 'rejected'; columns: prompt, chosen"),
+        ({"chosen": "b", "rejected": "c"}, "pairs.jsonl:1: has no column 'messages'; set data.messages_column to one"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "pairs.jsonl:1: column 'chosen' is empty"),
+        ({"prompt": "a", "chosen": 1, "rejected": "c"}, "column 'chosen' must be a text or a list of messages"),
+        (
+            {
+                side: [{"role": "user", "content": side}, {"role": "assistant", "content": "b"}]
+                for side in ("chosen", "rejected")
+            },
+            "pairs.jsonl:1: chosen and rejected do not begin with the same message",
+        ),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "c"},
+            "the content of message 2 must be a string",
+        ),
+    ],
+)
+def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, row: object, told: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        preflight(small_data(tmp_path, file_of(tmp_path, [row])))
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ("data=synthetic",),
+            "data.source=synthetic: objective.name=dpo trains on preferences; use data=preferences_jsonl",
+        ),
+        (("objective=causal_lm",), "data.source=preferences_jsonl: objective.name=causal_lm trains on packed text"),
+        (("objective.beta=0",), "objective.beta=0.0: use a number above 0"),
+        (("objective.label_smoothing=0.5",), "objective.label_smoothing=0.5: use a number below 0.5"),
+        (("objective.loss=ipo", "objective.label_smoothing=0.1"), "objective.loss=ipo has none"),
+        (
+            ("data.chat_template=null",),
+            "data.source=preferences_jsonl needs a chat template and the tokenizer has none",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(small_data(tmp_path, file_of(tmp_path, PAIRS), *overrides))
+    assert told in str(refused.value)
+
+
+def test_nothing_to_train_on_is_told(tmp_path: Path) -> None:
+    rows = [{"prompt": "Equal?", "chosen": "Yes.", "rejected": "Yes."}]
+    with pytest.raises(BadInputError, match="nothing to train on: 1 pairs are equal, 0 longer than"):
+        prepare(small_data(tmp_path, file_of(tmp_path, rows)))
