@@ -20,6 +20,8 @@ from mgpu_pipe.config.json_schema import json_schema
 from tests.support.command import REPOSITORY, environment
 from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run
 from tests.support.hub import TOKEN, files_of, local_hub
+from tests.support.needs import need_digits
+from tests.support.pictures import folder_of_classes
 from tests.support.program import run_program
 
 PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
@@ -79,6 +81,9 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
     shutil.copytree(corpus, tmp_path / "corpus" / "part")
     rows = (json.dumps({"text": f"document number {n}, of a few words"}) for n in range(300))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    if page == "docs/tasks/images.md":
+        need_digits()
+        folder_of_classes(tmp_path / "pets")
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     known = environment(cache)
     known["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), known["PYTHONPATH"]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, DATA_SOURCES, ENGINES, PAIR_SOURCES
+from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, DATA_SOURCES, ENGINES, IMAGE_SOURCES, PAIR_SOURCES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -64,8 +64,8 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key, sources in (
         ("text_column", ("jsonl", "parquet", "labelled_jsonl")),
         ("second_text_column", ("labelled_jsonl",)),
-        ("label_column", ("labelled_jsonl",)),
-        ("classes", ("labelled_jsonl",)),
+        ("label_column", ("labelled_jsonl", "image_list")),
+        ("classes", ("labelled_jsonl", *IMAGE_SOURCES)),
         ("messages_column", CONVERSATION_SOURCES),
         ("format", ("chat_jsonl",)),
         ("source_column", ("pairs_jsonl",)),
@@ -76,6 +76,9 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     ):
         if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:
             yield f"data.{key}", f"data.source={data.source} has none"
+    for key in ("seq_len", "tokenizer") if data.source in IMAGE_SOURCES else ():
+        if getattr(data, key) != getattr(DEFAULT.data, key):
+            yield f"data.{key}", f"data.source={data.source} gives pictures"
     if data.source == "labelled_jsonl" and data.packing != "none":
         yield "data.packing", "data.source=labelled_jsonl gives each sample a row of its own"
 

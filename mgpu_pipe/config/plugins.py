@@ -23,6 +23,7 @@ LAUNCH_GROUP = "mgpu_pipe.launchers"
 LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
 PAIR_SOURCES = ("pairs_jsonl", "number_words")
+IMAGE_SOURCES = ("digits", "image_folder", "image_list")
 DATA_SOURCES = (
     "stdlib_text",
     "text_files",
@@ -33,18 +34,23 @@ DATA_SOURCES = (
     "labelled_jsonl",
     *PAIR_SOURCES,
     "synthetic",
+    *IMAGE_SOURCES,
 )
-FILE_SOURCES = ("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl")
+FILE_SOURCES = (
+    *("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl"),
+    *IMAGE_SOURCES[1:],
+)
+"""Those that read the files of data.paths."""
 CONVERSATION_SOURCES = ("chat_jsonl", "preferences_jsonl")
 """Those whose rows a chat template renders."""
-"""Those that read the files of data.paths."""
 SAMPLES = {
     "labelled_jsonl": "labelled_text",
     "preferences_jsonl": "preferences",
     **dict.fromkeys(PAIR_SOURCES, "pairs"),
+    **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
 }
 """The kind of samples that a data source gives; packed text where it is not listed."""
-OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo")
+OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "image_classification")
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
 LONGEST = 300

@@ -133,6 +133,17 @@ class DataConfig:
         """Whether the model is trained to answer, by a chat template."""
         return self.source in CONVERSATION_SOURCES
 
+    def sample_text(self) -> str:
+        """What a sample is, for people."""
+        packing = "packed by best fit" if self.packing == "best_fit" else "one document a sample, padded"
+        if self.target_tokens():
+            return f"{self.seq_len} tokens a source, {self.target_tokens()} a target, padded"
+        return f"{self.seq_len} tokens a sample, {packing}"
+
+    def tokens(self) -> int:
+        """Tokens of a sample, padding included; 0 where nobody counts them."""
+        return self.seq_len + self.target_tokens()
+
     def target_tokens(self) -> int:
         """Tokens of a padded target; 0 where samples are no pairs."""
         if self.source not in PAIR_SOURCES:

@@ -79,7 +79,14 @@ class Section:
         return [name for name, keys in self.all_keys().items() if key in own_keys(keys)]
 
 
-DATA = Section(DataConfig, "data.source", plugins.DATA_SOURCES, plugins.DATA_GROUP, plugins.DATA_KEYS_GROUP)
+DATA = Section(
+    DataConfig,
+    "data.source",
+    plugins.DATA_SOURCES,
+    plugins.DATA_GROUP,
+    plugins.DATA_KEYS_GROUP,
+    dict.fromkeys(plugins.IMAGE_SOURCES, "mgpu_pipe.data.image.keys:ImageConfig"),
+)
 OBJECTIVE = Section(
     ObjectiveConfig, "objective.name", plugins.OBJECTIVES, plugins.OBJECTIVE_GROUP, plugins.OBJECTIVE_KEYS_GROUP
 )

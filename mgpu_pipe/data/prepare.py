@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_pipe.config.plugins import PAIR_SOURCES
+from mgpu_pipe.config.plugins import IMAGE_SOURCES, PAIR_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.image import prepare as images
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text import labelled, pairs, preferences
 from mgpu_pipe.data.text import prepare as text
@@ -21,6 +22,7 @@ KINDS: dict[str, type[Prepared]] = {
         labelled.PreparedLabelled,
         pairs.PreparedPairs,
         preferences.PreparedPreferences,
+        images.PreparedImages,
     )
 }
 
@@ -39,6 +41,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return pairs.prepare_pairs(config, progress)
     if config.data.source == "preferences_jsonl":
         return preferences.prepare_preferences(config, progress)
+    if config.data.source in IMAGE_SOURCES:
+        return images.prepare_images(config, progress)
     return text.prepare(config, progress)
 
 

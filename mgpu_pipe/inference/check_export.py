@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load
 from transformers import AutoConfig
 
-from mgpu_pipe.inference.streaming import probe_inputs
+from mgpu_pipe.inference.streaming import answer
 from mgpu_pipe.models.fields import class_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -21,7 +21,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def main(folder: str) -> int:
-    probe = load(sys.stdin.buffer.read())
+    inputs = load(sys.stdin.buffer.read())
+    expected = inputs.pop("logits")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     loaded: Any = getattr(transformers, class_of(config.architectures)).from_pretrained(
         folder,
@@ -37,8 +38,9 @@ def main(folder: str) -> int:
         print(f"tensors do not match the configuration: {amiss[:3]}", file=sys.stderr)
         return 1
     with torch.no_grad():
-        logits = model.eval()(**probe_inputs(model, probe["input_ids"])).logits.float()
-    error = ((logits - probe["logits"]).abs().max() / probe["logits"].abs().max().clamp_min(1e-12)).item()
+        cast = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+        logits = answer(model.eval(), cast).float()
+    error = ((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
     if not error <= TOLERANCE[model.dtype]:
         print(f"logits differ by {error:.1e} of the largest", file=sys.stderr)
         return 1

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-PROBE_ROWS, PROBE_TOKENS = 2, 32
 Dtype = Literal["fp32", "bf16"]
 
 
@@ -150,22 +149,18 @@ def check_target(out: Path, force: bool) -> None:
 
 def _prove(model: PreTrainedModel, read: ReadTensor, dtype: torch.dtype, folder: Path) -> None:
     """Have a fresh process load the folder and compare its logits with the model's."""
-    import torch
     from safetensors.torch import save
 
-    from mgpu_pipe.inference.streaming import streamed_logits
+    from mgpu_pipe.inference.streaming import probe, streamed_logits
 
-    generator = torch.Generator().manual_seed(0)
-    text = model.config.get_text_config()
-    tokens = min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
-    ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
-    logits = streamed_logits(model, read, ids, dtype).float().contiguous()
+    inputs = probe(model)
+    logits = streamed_logits(model, read, inputs, dtype).float().contiguous()
     package = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         bound([sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder.absolute())]),
         cwd=folder,  # python -m imports from the working folder first, and that may be somebody else's
-        input=save({"input_ids": ids, "logits": logits}),
+        input=save({**inputs, "logits": logits}),
         capture_output=True,
         env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
     )

@@ -67,12 +67,13 @@ def _facts(stored: StoredModel, config: RunConfig, base: HubName | None, data: l
     local = "" if sets or not config.data.paths else ", local files"
     world = summary.get("world_size")
     spread = f" on {world} process{'' if world == 1 else 'es'}" if isinstance(world, int) else ""
+    size = f" of {config.data.seq_len} tokens" if config.data.tokens() else ""
     rows = [
         ("model type", str(stored.model.config.model_type)),
         ("trained from", start),
         ("data", "; ".join(sets) or f"{config.data.source}{local}"),
         ("objective", config.objective.name),
-        ("steps", f"{stored.step} of {config.data.global_batch_size} samples of {config.data.seq_len} tokens"),
+        ("steps", f"{stored.step} of {config.data.global_batch_size} samples{size}"),
         ("optimizer", f"{config.optimizer._target_.rpartition('.')[2]}, learning rate {config.optimizer.lr}"),
         ("strategy", f"{config.strategy.name}{spread}, {resolve_precision(config)}"),
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.models.plans import decoder_blocks
 
 if TYPE_CHECKING:
@@ -16,15 +17,31 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.load import ReadTensor
 
 
-def probe_inputs(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
-    """Arguments of a forward pass over ``ids``, which an encoder and a decoder both get."""
-    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    return {"input_ids": ids, "use_cache": False, **decoder}
+PROBE_ROWS, PROBE_TOKENS = 2, 32
+Inputs = dict[str, torch.Tensor]
+
+
+def probe(model: PreTrainedModel) -> Inputs:
+    """Random arguments of a forward pass: tokens, which an encoder and a decoder both get, or pictures."""
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        return {"pixel_values": torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)}
+    text: Any = model.config.get_text_config()
+    tokens = min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
+    ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
+    return {"input_ids": ids, **({"decoder_input_ids": ids.clone()} if model.config.is_encoder_decoder else {})}
+
+
+def answer(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+    """The logits that ``model`` gives."""
+    cached = {} if "pixel_values" in inputs else {"use_cache": False}
+    logits: torch.Tensor = model(**inputs, **cached).logits
+    return logits
 
 
 @torch.no_grad()
-def streamed_logits(model: PreTrainedModel, read: ReadTensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Logits of ``ids``, shape ``(rows, tokens, vocabulary)``, with weights of ``dtype``.
+def streamed_logits(model: PreTrainedModel, read: ReadTensor, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of ``inputs``, as of :func:`probe`, with weights of ``dtype``.
 
     In memory at once: what lies outside the repeated blocks (embeddings, last norm, head), and one block.
 
@@ -54,8 +71,9 @@ def streamed_logits(model: PreTrainedModel, read: ReadTensor, ids: torch.Tensor,
         hooks.append(block.register_forward_hook(_calling(let_go, inside[name])))
     try:
         fill(sorted(outside))
-        logits: torch.Tensor = model(**probe_inputs(model, ids)).logits
-        return logits
+        return answer(
+            model, {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+        )
     finally:
         for hook in hooks:
             hook.remove()

@@ -34,6 +34,7 @@ MODEL_CLASSES = {
     "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
     "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "sequence-to-sequence model"),
     "AutoModelForMaskedLM": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
+    "AutoModelForImageClassification": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "image classifier"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
@@ -98,10 +99,11 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
     if model_type not in types:
         key, given = ("model.type", model.type) if model.path is None else ("model.path", model.path)
         close, kind = nearest(model_type, types), MODEL_CLASSES[classes[0]][1]
-        fix = f"did you mean {close}?" if close else f"use a {kind} that transformers knows"
+        a = "an" if kind.startswith("image") else "a"
+        fix = f"did you mean {close}?" if close else f"use {a} {kind} that transformers knows"
         if any(model_type in model_types(one) for one in MODEL_CLASSES):
             learn = [one.name for one in descriptions() if model_type in one.families]
-            fix = f"use a {kind}" + (f", or objective={' or '.join(learn)}" if learn else "")
+            fix = f"use {a} {kind}" + (f", or objective={' or '.join(learn)}" if learn else "")
         raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no {kind} {model_type}")])
     known = config_class(model_type)
     if known is not None:
@@ -242,6 +244,14 @@ def _accepts(annotation: ast.expr, value: Any) -> bool:
 def _described(annotation: ast.expr) -> str:
     names = [ast.unparse(one) for one in _alternatives(annotation)]
     return " or ".join("null" if name == "None" else name for name in names)
+
+
+def picture_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the pictures that a model of that configuration takes."""
+    vision = getattr(config, "vision_config", config)
+    size = vision.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return int(getattr(vision, "num_channels", 3)), int(height), int(width)
 
 
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:

@@ -105,15 +105,13 @@ def _data(config: RunConfig, prepared: Prepared | None) -> str:
         held_out = f"held out {', '.join(data.validation_paths)}"
     else:
         share = f"{100 * data.validation_fraction:.3g}%"
-        held_out = f"{share} of the documents held out" if data.validation_fraction else ""
-    packing = "packed by best fit" if data.packing == "best_fit" else "one document a sample, padded"
-    tokens = f"{data.seq_len} tokens a sample, {packing}"
-    if data.target_tokens():
-        tokens = f"{data.seq_len} tokens a source, {data.target_tokens()} a target, padded"
+        held_out = (
+            f"{share} of the {'documents' if data.tokens() else 'samples'} held out" if data.validation_fraction else ""
+        )
     amounts = [f", {numbers.count(number)} {what}" for number, what in prepared.amounts()] if prepared else []
     if prepared:
         held_out = f"{prepared.train_samples:,} samples to train on, {prepared.validation_samples:,} held out"
-    parts = [f"{source}{where}{''.join(amounts)}", tokens, held_out]
+    parts = [f"{source}{where}{''.join(amounts)}", data.sample_text(), held_out]
     return "; ".join(part for part in parts if part)
 
 
@@ -141,10 +139,10 @@ def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int
 
 
 def _batch(config: RunConfig, plan: BatchPlan) -> str:
-    tokens = plan.global_batch_size * (config.data.seq_len + config.data.target_tokens())
+    tokens = plan.global_batch_size * config.data.tokens()
     return (
         f"{plan.global_batch_size} samples = {plan.data_parallel_size} x {plan.num_micro_batches} micro-batches x "
-        f"{plan.micro_batch_size}; {tokens:,} tokens a step"
+        f"{plan.micro_batch_size}" + (f"; {tokens:,} tokens a step" if tokens else "")
     )
 
 
@@ -159,8 +157,8 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
         epochs = f", {numbers.figure(steps * a_step / prepared.train_samples, 3)} epochs"
     every = trainer.val_every_n_steps
     evaluated = "at the end" if every is None else f"every {every} steps"
-    tokens = steps * a_step * (config.data.seq_len + config.data.target_tokens())
-    return f"{steps:,} ({tokens:,} tokens{epochs}), evaluated {evaluated}"
+    seen = steps * a_step * (config.data.tokens() or 1)
+    return f"{steps:,} ({seen:,} {'tokens' if config.data.tokens() else 'samples'}{epochs}), evaluated {evaluated}"
 
 
 def _optimizer(config: RunConfig) -> str:

@@ -75,11 +75,13 @@ def figures(view: RunView) -> list[dict[str, str]]:
     cards.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")
-    shown = numbers.MISSING if math.isnan(rate) else numbers.count(rate)
     samples, padding = view.final("throughput/samples_per_s"), view.final("throughput/padding")
+    rates = [(rate, "tokens/s"), (samples, "samples/s")]
+    rates = [(value, unit) for value, unit in rates if value]  # nobody counts the tokens of pictures
+    shown = numbers.MISSING if math.isnan(rates[0][0]) else numbers.count(rates[0][0])
     told = [
-        "tokens/s, median",
-        "" if math.isnan(samples) else f"{numbers.figure(samples, 3)} samples/s",
+        f"{rates[0][1]}, median",
+        *(f"{numbers.figure(value, 3)} {unit}" for value, unit in rates[1:] if not math.isnan(value)),
         f"{100 * padding:.1f}% padding" if padding >= 0.0005 else "",
         "" if math.isnan(mfu) else f"MFU {100 * mfu:.1f}%",
     ]

@@ -59,6 +59,8 @@ def _throughput(metrics: Mapping[str, Any]) -> str:
     if math.isnan(tokens):
         return numbers.MISSING
     told = "" if math.isnan(samples) else f", {numbers.figure(samples, 3)} samples/s"
+    if not tokens:  # nobody counts them
+        return told.removeprefix(", ")
     return f"{tokens:,.0f} tokens/s{told}" + (f" ({100 * padding:.1f}% padding)" if padding >= 0.0005 else "")
 
 

@@ -46,7 +46,7 @@ class Progress:
         self._line_every = max(1, total_steps // LINES_A_RUN)
         self._first = self._step = self._shown = 0
         self._loss: float | None = None
-        self._rate: float | None = None
+        self._rate: tuple[float, str] | None = None
         self._lr: float | None = None
         self._val_loss: float | None = None
         self._started = self._next = time.monotonic()
@@ -73,6 +73,7 @@ class Progress:
         step: int,
         loss: float | None = None,
         tokens_per_s: float | None = None,
+        samples_per_s: float | None = None,
         lr: float | None = None,
         val_loss: float | None = None,
     ) -> None:
@@ -81,7 +82,9 @@ class Progress:
         if loss is not None:
             self._loss = loss
         if tokens_per_s is not None:
-            self._rate = tokens_per_s
+            self._rate = (tokens_per_s, "tok/s")
+        if samples_per_s is not None and not tokens_per_s:  # nobody counts tokens of pictures
+            self._rate = (samples_per_s, "samples/s")
         if lr is not None:
             self._lr = lr
         if val_loss is not None:
@@ -151,7 +154,7 @@ class Progress:
         if self._lr is not None and self._bar is None:
             facts.append(f"lr {self._lr:.3g}")
         if self._rate is not None:
-            facts.append(f"{_short(self._rate)} tok/s")
+            facts.append(f"{_short(self._rate[0])} {self._rate[1]}")
         return gap.join(facts)
 
     def _left(self) -> str:

@@ -231,6 +231,7 @@ class StepRecorder(pl.Callback):
                 row["step"],
                 row["train/loss"],
                 row["throughput/tokens_per_s"],
+                row["throughput/samples_per_s"],
                 lr=row["lr"],
                 val_loss=row.get("val/loss"),
             )

@@ -282,7 +282,9 @@ def _utilisation(
 
     Attention is counted inside documents.
     """
-    if device.type != "cuda" or model.config.is_encoder_decoder:  # there a token passes half of the model
+    if (
+        device.type != "cuda" or model.config.is_encoder_decoder or not config.data.tokens()
+    ):  # there a token passes half of the model
         return None
     peak = known_gpu_peak(torch.cuda.get_device_name(device), "fp32" if precision == "fp32" else "bf16")
     if peak is None:

@@ -34,6 +34,13 @@ NEEDS_MORE = {
     ("objective", "seq2seq"),
     ("data", "number_words"),
     ("data", "pairs_jsonl"),
+    ("model", "vit_tiny"),
+    ("model", "vit_b16"),
+    ("objective", "image_classification"),
+    ("data", "digits"),
+    ("experiment", "vit_digits"),  # needs scikit-learn
+    ("data", "image_folder"),
+    ("data", "image_list"),
     ("logger", "wandb"),
     ("logger", "mlflow"),
     ("precision", "fp8"),

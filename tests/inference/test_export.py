@@ -125,7 +125,7 @@ def test_logits_by_blocks_are_the_whole_models_and_leave_it_on_meta(family: str)
         twin.get_submodule(module)._parameters[attribute] = parameter
     twin.tie_weights()
     ids = torch.arange(24).reshape(2, 12)
-    assert torch.equal(streamed_logits(twin, read_from(model), ids, torch.float32), model(ids).logits)
+    assert torch.equal(streamed_logits(twin, read_from(model), {"input_ids": ids}, torch.float32), model(ids).logits)
     assert all(parameter.is_meta for parameter in twin.parameters())
 
 
@@ -153,7 +153,7 @@ def test_neither_writing_nor_running_ever_holds_the_model(family: str, tmp_path:
         write_model_folder(stored.model, stored.read, tmp_path / "out", torch.float32)
     assert writing.peak <= 3 * max(parameters) + 100_000 < sum(parameters) / 2
     with AllocationWatch() as running:
-        streamed_logits(stored.model, stored.read, torch.zeros(1, 4, dtype=torch.long), torch.float32)
+        streamed_logits(stored.model, stored.read, {"input_ids": torch.zeros(1, 4, dtype=torch.long)}, torch.float32)
     assert running.peak <= sum(parameters) / 2
 
 

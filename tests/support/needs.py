@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -26,6 +27,12 @@ def need_nvme() -> None:
 def need_torch_compile() -> None:
     """Skip where torch.compile has nothing to compile with."""
     _need(compile_errors())
+
+
+def need_digits() -> None:
+    """Skip where scikit-learn, which brings the handwritten digits, is not installed."""
+    if find_spec("sklearn") is None:
+        pytest.skip("the handwritten digits come with scikit-learn: pip install scikit-learn")
 
 
 def _need(missing: Sequence[Exception]) -> None:

@@ -8,7 +8,7 @@ begins. What is held out is decided by the texts alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.classes import class_names, class_number, in_order
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.samples import Split, evaluated_samples
 from mgpu_pipe.data.text.documents import Document, Source
@@ -31,7 +32,7 @@ from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.sources import validation_source_config
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.text.labelled_samples import LabelledSamples
@@ -57,7 +58,7 @@ class PreparedLabelled(PreparedRows):
     def labels(self, split: Split) -> NDArray[np.int64]:
         """The class of each sample of a split, in the order of :meth:`documents`."""
         folder = self.folder_of(split)
-        numbers = np.array([_number_of(name, self.classes) for name in _names(folder)], np.int64)
+        numbers = np.array([class_number(name, self.classes) for name in _names(folder)], np.int64)
         return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
 
     def samples(self, split: Split, reopen: Callable[[], Any]) -> LabelledSamples:
@@ -103,7 +104,7 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=_classes(config, folder, held),
+        classes=class_names(config, {name for one in (folder, held) for name in _names(one)}),
         num_documents=sum(TokenStore.open(one).num_documents for one in {folder, held}),
         train_samples=0,
         held_out_samples=0,
@@ -143,60 +144,6 @@ def _names(folder: Path) -> list[str]:
     manifest = read_manifest(folder)
     assert manifest is not None
     return list(manifest["labels"])
-
-
-def _classes(config: RunConfig, *folders: Path) -> list[str]:
-    """Those that are given (``data.classes``, else a classifier that is trained on), else those that there are.
-
-    Raises:
-        ConfigError: classes that are not in the list, fewer than two, or not as many as ``model.config.num_labels``.
-    """
-    there = {name for folder in folders for name in _names(folder)}
-    given, key = list(config.data.classes), "data.classes"
-    if not given:
-        given, key = _of_the_model(config), "model.config.id2label"
-    if not given:
-        given, key = sorted(there, key=_in_order), "data.label_column"
-    strange = sorted((name for name in there if _number_of(name, given) is None), key=_in_order)
-    if strange:
-        reason = f"the data has a class {strange[0]!r} besides"
-        raise ConfigError(
-            key, ",".join(given), "name every class by data.classes, in the order of their numbers", reason
-        )
-    if key == "data.label_column" and len(given) < 2:
-        fix = "give texts of two classes or more, or name the classes by data.classes"
-        raise ConfigError(key, config.data.label_column, fix, f"every text has the class {', '.join(given)!r}")
-    if len(given) < 2 or len(set(given)) < len(given):
-        reason = "there are fewer than two classes, or one is named twice"
-        raise ConfigError(key, ",".join(given), "name each class once by data.classes", reason)
-    wanted = config.model.config.get("num_labels")
-    if wanted is not None and wanted != len(given):
-        reason = f"the data has {len(given)} classes"
-        raise ConfigError("model.config.num_labels", wanted, "leave it out", reason)
-    return given
-
-
-def _number_of(name: str, classes: Sequence[str]) -> int | None:
-    """The number of a class that is called by its name, or is that number itself."""
-    if name in classes:
-        return classes.index(name)
-    return int(name) if name.isascii() and name.isdigit() and int(name) < len(classes) else None
-
-
-def _of_the_model(config: RunConfig) -> list[str]:
-    """The classes that the model's configuration names; none where it only numbers them."""
-    found = model_field(config.model, "id2label")
-    if not isinstance(found, Mapping):
-        return []
-    names = [str(name) for _, name in sorted(found.items(), key=lambda entry: int(entry[0]))]
-    return [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
-
-
-def _in_order(name: str) -> tuple[bool, int, str]:
-    """Numbers by their value, before words."""
-    number = name.removeprefix("-")
-    is_number = number.isascii() and number.isdigit()
-    return not is_number, int(name) if is_number else 0, name
 
 
 class _LabelledFiles:
@@ -249,7 +196,7 @@ class _LabelledFiles:
                     yield batch
 
             meta = write_tokens(out, batches(), {"name": SOURCE, **identity}, self._size, self._progress)
-            names = sorted(set(labels), key=_in_order)
+            names = sorted(set(labels), key=in_order)
             numbers = {name: number for number, name in enumerate(names)}
             save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
             save_array(out / "seconds.npy", np.array(seconds, np.int64))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
@@ -41,9 +42,18 @@ def row_of(data: DataConfig, line: str, origin: str, size: int = 0) -> Row:
         if not isinstance(text, str):
             raise DataError(f"{origin}: a text is a {type(text).__name__}, not a string; {files.FIX}")
         files.check_unicode(text, origin)
-    label = row[data.label_column]
+    return Row(tuple(texts), label_of(row, data.label_column, origin), origin, size)
+
+
+def label_of(row: Mapping[str, Any], column: str, origin: str) -> str:
+    """The class of a row, a name or a whole number.
+
+    Raises:
+        DataError: it is something else.
+    """
+    label = row[column]
     if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
         what = "nothing" if label == "" else repr(label)
         raise DataError(f"{origin}: the class is {what}, not a name or a whole number; {files.FIX}")
     files.check_unicode(str(label), origin)
-    return Row(tuple(texts), str(label), origin, size)
+    return str(label)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.plugins import DATA_GROUP, FILE_SOURCES, load, registered
+from mgpu_pipe.config.plugins import DATA_GROUP, DATA_SOURCES, FILE_SOURCES, IMAGE_SOURCES, load, registered
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
@@ -26,15 +26,14 @@ from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.data.text.preference_row import preference_of, prompt_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
-READ_NO_PATHS = ("stdlib_text", "number_words", "synthetic")
-BUILT_IN = ("stdlib_text", *FILE_SOURCES, "number_words", "synthetic")
+READ_NO_PATHS = ("stdlib_text", "number_words", "synthetic", "digits")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
 
 def source_names() -> list[str]:
     """Every name that ``data.source`` takes, plug-ins last."""
-    return [*BUILT_IN, *sorted(set(registered(DATA_GROUP)) - set(BUILT_IN))]
+    return [*DATA_SOURCES, *sorted(set(registered(DATA_GROUP)) - set(DATA_SOURCES))]
 
 
 def _plug_in(name: str) -> Load:
@@ -86,7 +85,11 @@ def check_sources(config: RunConfig) -> None:
     """
     data = config.data
     checks: list[Callable[[], object]] = [lambda: _check_numbers(data)]
-    if data.source in FILE_SOURCES:
+    if data.source in IMAGE_SOURCES:
+        from mgpu_pipe.data.image.check import check_pictures
+
+        checks.append(lambda: check_pictures(config))
+    elif data.source in FILE_SOURCES:
         checks.append(lambda: _check_files(data, data.paths, "data.paths"))
         if data.validation_paths:
             checks.append(lambda: _check_files(data, data.validation_paths, "data.validation_paths"))

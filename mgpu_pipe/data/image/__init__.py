@@ -1,0 +1,1 @@
+"""Pictures: decoding, preparing, and data sets of pictures with a class."""

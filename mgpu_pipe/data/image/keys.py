@@ -1,0 +1,42 @@
+"""The keys of data sets of pictures. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mgpu_pipe.config.schema import Auto, DataConfig
+
+
+@dataclass
+class ImageConfig(DataConfig):
+    image_column: str = "image"
+    """Name of the field with a picture's path, seen from its list's folder (image_list)."""
+    image_size: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Height and width of the pictures that the model gets; auto is the model's own image_size."""
+    fit: Literal["squash", "crop"] = "squash"
+    """How a picture of another shape becomes a square: squashed, or its middle cut out."""
+    mean: list[float] = field(default_factory=list)
+    """Taken from each channel, whose values are 0 to 1; empty: the model folder's, else 0.5."""
+    std: list[float] = field(default_factory=list)
+    """What each channel is divided by then; empty: the model folder's, else 0.5."""
+    shift: int = field(default=0, metadata={"at_least": 0})
+    """Pixels that a training picture is moved by at most, across and down; this and the next three are drawn by seed
+    and sample alone, so they are the same on any number of processes."""
+    turn: float = field(default=0.0, metadata={"at_least": 0})
+    """Degrees that a training picture is turned by at most, either way."""
+    flip: bool = False
+    """Mirror every other training picture, left to right."""
+    random_crop: float = field(default=1.0, metadata={"at_least": 0.01, "at_most": 1})
+    """Least share of the area that a random crop of a training picture keeps; 1 crops none."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """A picture that cannot be used: stop before training, or name it, count it and leave it out."""
+
+    def sample_text(self) -> str:
+        size = (
+            "the model's image size" if self.image_size == "auto" else f"{self.image_size} x {self.image_size} pixels"
+        )
+        return f"pictures of {size}"
+
+    def tokens(self) -> int:
+        return 0

@@ -1,0 +1,133 @@
+"""Where pictures with a class come from: folders, lists of paths, and scikit-learn's handwritten digits. No torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.hub import DATA
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
+from mgpu_pipe.data.image.decode import SUFFIXES, decode
+from mgpu_pipe.data.image.keys import ImageConfig
+from mgpu_pipe.data.text.labelled_row import label_of
+from mgpu_pipe.errors import ConfigError, DataError
+
+DIGITS = "digits"
+DIGITS_FILE = Path("datasets/data/digits.csv.gz")
+DIGITS_SIDE, DIGITS_BRIGHTEST = 8, 16
+LISTS = (".csv", ".jsonl")
+FILES = "files.json"
+"""In the cache: the paths of pictures, and what each held."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A picture file and its class; ``origin`` is where they are named."""
+
+    path: Path
+    label: str
+    origin: str
+
+
+def entries(data: DataConfig, patterns: list[str], key: str) -> list[Entry]:
+    """The pictures that ``patterns`` name, in an order of their own.
+
+    Raises:
+        ConfigError: a pattern that names no folder (image_folder) or list (image_list), or a folder without pictures.
+        DataError: a list that cannot be read, lacks a column, or names a file that is not there.
+    """
+    assert isinstance(data, ImageConfig)
+    if data.source == "image_folder":
+        return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
+    return [entry for path in files.expand_paths(patterns, key) for entry in _in_list(path, data, key)]
+
+
+def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
+    root = Path(pattern).expanduser()
+    if pattern.startswith(DATA) or not root.is_dir():
+        fix = "give a folder that holds a folder of pictures for each class"
+        raise ConfigError(key, pattern, fix, "is no folder here")
+    paths = [path for path in sorted(root.glob("*/**/*")) if path.suffix.lower() in SUFFIXES and path.is_file()]
+    if not paths:
+        fix = f"put each class's pictures ({', '.join(SUFFIXES)}) into a folder of its name below it"
+        raise ConfigError(key, pattern, fix, "holds no folder of pictures")
+    for path in paths:
+        yield Entry(path, path.relative_to(root).parts[0], str(path))
+
+
+def _in_list(path: Path, data: ImageConfig, key: str) -> Iterator[Entry]:
+    if path.suffix.lower() not in LISTS:
+        raise ConfigError(key, path, f"give files that end with {' or '.join(LISTS)}", "is no list of pictures")
+    for row, origin in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path):
+        for name in ("image_column", "label_column"):
+            if getattr(data, name) not in row:
+                raise files.missing_column(origin, f"data.{name}", getattr(data, name), list(row))
+        named = row[data.image_column]
+        if not isinstance(named, str) or not named or "\0" in named:
+            raise DataError(f"{origin}: the picture is {named!r}, not a path; {files.FIX}")
+        picture = path.parent / named
+        if not picture.is_file():
+            raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
+        yield Entry(picture, label_of(row, data.label_column, origin), origin)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    return ((files.json_row(line, origin), origin) for line, origin, _ in files.read_lines(path))
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+    text = files.decode(files.read_bytes(path), str(path)).removeprefix("\ufeff")
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for row in reader:
+            origin = f"{path}:{reader.line_num}"
+            if None in row or None in row.values():
+                raise DataError(f"{origin}: has not as many columns as the first line; {files.FIX}")
+            yield row, origin
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: is not valid CSV: {error}; {files.FIX}") from error
+
+
+def digits_file() -> Path:
+    """scikit-learn's file of handwritten digits; the package is not imported, which would take a second.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    found = find_spec("sklearn")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        if (Path(folder) / DIGITS_FILE).is_file():
+            return Path(folder) / DIGITS_FILE
+    fix = "install it: pip install 'mgpu_pipe[image]'"
+    raise ConfigError("data.source", DIGITS, fix, "the digits come with scikit-learn, which is not installed")
+
+
+def read_digits(path: Path) -> tuple[NDArray[np.uint8], list[str]]:
+    """Grey pictures, ``(1797, 8, 8)``, and their classes (Alpaydin and Kaynak 1998)."""
+    rows = np.loadtxt(path, delimiter=",", dtype=np.int64)
+    pixels = rows[:, :-1].reshape(-1, DIGITS_SIDE, DIGITS_SIDE)
+    return (pixels * 255 // DIGITS_BRIGHTEST).astype(np.uint8), [str(label) for label in rows[:, -1]]
+
+
+def read_picture(path: Path, expected: Fingerprint, channels: int) -> Any:
+    """A picture that holds what it held when it was looked at.
+
+    Raises:
+        BadImageError: it cannot be used.
+        DataError: it is gone, or another one.
+    """
+    try:
+        with open_data(path, expected) as file:
+            return decode(file.read(), channels)
+    except ChangedFileError as error:
+        raise DataError(f"{path}: changed since the pictures were looked through; start the run again") from error

@@ -1,0 +1,102 @@
+"""Image classification: one class of several for each picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.models.fields import picture_shape
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.image_classification_keys import DESCRIPTION, ImageClassificationConfig
+from mgpu_pipe.parallel.randomness import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+AMONG = 5
+"""Likeliest classes that the label may be among."""
+
+
+class ImageClassificationObjective(Objective):
+    """Cross-entropy of the classes under a Hugging Face model ``...ForImageClassification``, a mean over samples.
+
+    Args:
+        label_smoothing: share of each label that is spread over all classes, in training alone.
+    """
+
+    description = DESCRIPTION
+    num_sums = 3
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._config, self._smoothing = cast(Any, model.config), label_smoothing
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        keys = cast(ImageClassificationConfig, config.objective)
+        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing)
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """``pixel_values``, float32, (rows, channels, height, width), and ``labels``, the class, int64, (rows,)."""
+        return BatchSpec(
+            {
+                "pixel_values": Field(sequence_dim=None, dtype="float32", shape=self._shape),
+                "labels": Field(sequence_dim=None, padding=IGNORE_INDEX, target=True, stages="last"),
+            }
+        )
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return picture_shape(self._config)
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {"pixel_values": batch["pixel_values"]}
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._losses(self._logits(batch), batch, self._smoothing).sum(dtype=torch.float64)
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits, labels = self._logits(batch), batch["labels"]
+        likeliest = logits.topk(min(AMONG, logits.shape[-1])).indices == labels[:, None]
+        loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
+        return torch.stack([loss, likeliest[:, 0].sum().double(), likeliest.sum().double()])
+
+    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
+
+    def _losses(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], smoothing: float) -> torch.Tensor:
+        return F.cross_entropy(
+            logits, batch["labels"], ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
+        )
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """Random pictures; in every third step the last one has no label."""
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        labels = torch.randint(0, int(self._config.num_labels), (samples,), generator=generator)
+        if step % 3 == 2 and samples > 2:
+            labels[-1] = IGNORE_INDEX
+        return {"pixel_values": torch.randn(samples, *self._shape, generator=generator), "labels": labels}
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One sample at a time."""
+        losses = []
+        for picture, label in zip(batch["pixel_values"], batch["labels"].tolist(), strict=True):
+            if label != IGNORE_INDEX:
+                shares = forward(pixel_values=picture[None]).logits[0].float().log_softmax(-1)
+                losses.append((self._smoothing - 1) * shares[label] - self._smoothing * shares.mean())
+        return Reference(torch.stack(losses).sum())
+
+
+OBJECTIVE = ImageClassificationObjective

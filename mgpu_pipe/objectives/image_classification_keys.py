@@ -1,0 +1,47 @@
+"""What code without torch knows of image classification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import ObjectiveConfig
+
+FAMILIES = (
+    *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
+    *("ijepa", "metaclip_2", "siglip", "vit", "vit_msn"),
+)
+"""Those tried: their classifiers look at one picture at a time (no batch statistics), and equal one process."""
+
+
+@dataclass
+class ImageClassificationConfig(ObjectiveConfig):
+    name: str = "image_classification"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
+    """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    loss, right, among = (total / sums[-1] for total in sums[:-1])
+    return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": among}
+
+
+DESCRIPTION = Description(
+    name="image_classification",
+    keys=ImageClassificationConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a sample"),
+        Metric("val/accuracy", "held-out accuracy", percent=True, higher_is_better=True, headline=True),
+        Metric("val/top5_accuracy", "held-out top-5 accuracy", percent=True, higher_is_better=True),
+    ),
+    measured=measured,
+    counts="samples",
+    model_class="AutoModelForImageClassification",
+    attention="own",
+    samples="labelled_images",
+    families=FAMILIES,
+    refused_axes=("pp", "cp", "ep"),
+)

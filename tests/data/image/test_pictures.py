@@ -1,0 +1,186 @@
+"""Pictures of every mode, bad ones, folders and lists, and random changes that no topology sees. Oracle: numpy."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image import prepare as images
+from mgpu_pipe.data.image import sources
+from mgpu_pipe.data.image.decode import BadImageError, decode
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
+from tests.support.pictures import folder_of_classes, noise, stored, strange
+
+MODEL = ("model=vit_tiny", "model.config.num_channels=3", "model.config.image_size=16", "model.config.patch_size=4")
+SHAPE = ("objective=image_classification", "data.global_batch_size=8", "trainer.max_steps=4", *MODEL)
+
+
+def configured(tmp_path: Path, *overrides: str, source: str = "image_folder") -> RunConfig:
+    return compose([*SHAPE, f"data={source}", f"data.cache_dir={tmp_path / 'cache'}", *overrides])[0]
+
+
+def pixels(image: Any) -> np.ndarray:
+    return np.asarray(image).astype(int)
+
+
+def test_every_mode_becomes_what_it_shows() -> None:
+    plain = noise(1)
+    for form in ("PNG", "BMP", "TIFF", "PPM"):
+        assert (pixels(decode(stored(plain, form), 3)) == pixels(plain)).all(), form
+    assert decode(stored(plain, "JPEG"), 1).mode == "L"
+    cmyk = decode(stored(plain.convert("CMYK"), "JPEG", quality=100), 3)
+    assert cmyk.mode == "RGB" and abs(pixels(cmyk) - pixels(plain)).mean() < 12
+    palette = plain.convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
+    assert (pixels(decode(stored(palette), 3)) == pixels(palette.convert("RGB"))).all()
+    clear = plain.convert("RGBA")
+    clear.putalpha(0)
+    assert (pixels(decode(stored(clear), 3)) == 255).all(), "what is transparent lies on white"
+    half = np.full((4, 4), 128, np.uint8)
+    seen = decode(stored(Image.merge("LA", (Image.new("L", (4, 4), 0), Image.fromarray(half)))), 1)
+    assert (pixels(seen) == 127).all()
+    deep = np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
+    assert (pixels(decode(stored(Image.fromarray(deep)), 1)) == np.round(deep / 257)).all(), "no clipping at 255"
+    turned = Image.Exif()
+    turned[0x0112] = 6  # stored on its side
+    wide = plain.resize((12, 6))
+    assert decode(stored(wide, "JPEG", exif=turned), 3).size == (6, 12)
+
+
+@pytest.mark.parametrize("name", sorted(strange()))
+def test_what_cannot_be_used_is_named_and_stops_or_is_left_out(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    content, told = strange()[name]
+    root = folder_of_classes(tmp_path / "pictures")
+    (root / "dark" / name).write_bytes(content)
+    if content:
+        with pytest.raises(BadImageError) as refused:
+            decode(content, 3)
+        assert str(refused.value).startswith(told)
+    with pytest.raises(DataError) as stopped:
+        prepare(configured(tmp_path, f"data.paths=[{root}]"))
+    assert f"{root}/dark/{name} {told}" in str(stopped.value)
+    assert str(stopped.value).endswith("or leave it out by data.on_bad_sample=skip")
+    config = configured(tmp_path, f"data.paths=[{root}]", "data.on_bad_sample=skip")
+    found = prepare(config)
+    assert f"1 of the pictures are left out: {root}/dark/{name} {told}" in caplog.text
+    assert found.as_dict()["bad_samples"] == 1 and (1, "left out") in found.amounts()
+    (root / "dark" / name).unlink()
+    clean = prepare(config)
+    assert clean.train_samples + clean.validation_samples == 24 == found.train_samples + found.validation_samples
+
+
+def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> None:
+    root = folder_of_classes(tmp_path / "pictures")
+    listed = [(path.relative_to(tmp_path), path.parent.name) for path in sorted(root.glob("*/*.png"))]
+    (tmp_path / "list.csv").write_text("".join(f"{row}\n" for row in ("image,label", *(f"{p},{c}" for p, c in listed))))
+    lines = (json.dumps({"picture": str(path), "class": name}) for path, name in listed)
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    named = ("data.image_column=picture", "data.label_column=class")
+    configs = [
+        configured(tmp_path, f"data.paths=[{root}]"),
+        configured(tmp_path, f"data.paths=[{tmp_path}/list.csv]", source="image_list"),
+        configured(tmp_path, f"data.paths=[{tmp_path}/list.jsonl]", *named, source="image_list"),
+    ]
+    found = [prepare(config) for config in configs]
+    assert len({one.digest for one in found}) == 1
+    assert read_prepared(json.loads(json.dumps(found[0].as_dict()))) == found[0]
+    assert found[0].model_fields()["label2id"] == {"dark": 0, "light": 1, "stripes": 2}
+    every = np.arange(found[0].train_samples)
+    batches = [one.open(config, "train").batch(every, every) for one, config in zip(found, configs, strict=True)]
+    brightness = batches[0]["pixel_values"].mean((1, 2, 3))
+    assert (brightness[batches[0]["labels"] == 1].min() > brightness[batches[0]["labels"] == 0].max()).all()
+    for name, value in batches[0].items():
+        assert all((batch[name] == value).all() for batch in batches)
+    for config in configs:
+        preflight(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("image,label\nnone.png,a\n", "list.csv:2: there is no file"),
+        ("picture,label\n0.png,a\n", "list.csv:2: has no column 'image'; set data.image_column to one that is there"),
+        ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
+        ("image,label\n0.png,\n", "list.csv:2: the class is nothing, not a name or a whole number"),
+    ],
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "0.png").write_bytes(stored(noise(1)))
+    (tmp_path / "list.csv").write_text(content)
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(configured(tmp_path, f"data.paths=[{tmp_path}/list.csv]", source="image_list"))
+    assert told in str(refused.value)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = folder_of_classes(tmp_path / "pictures", each=2)
+    for overrides, told in (
+        (("data.paths=[nowhere]",), "data.paths=nowhere: is no folder here"),
+        ((f"data.paths=[{root}/dark]",), "holds no folder of pictures"),
+        ((f"data.paths=[{root}]", "data.image_size=8"), "data.image_size=8: the model's image_size is 16"),
+        ((f"data.paths=[{root}]", "data.mean=[0.5,0.5]"), "data.mean=[0.5, 0.5]: the model has 3 channels"),
+        ((f"data.paths=[{root}]", "model.config.num_channels=5"), "model.config.num_channels=5"),
+        ((f"data.paths=[{root}]", "objective=causal_lm"), "objective.name=causal_lm trains on packed text"),
+        ((f"data.paths=[{root}]", "data.shift=-1"), "data.shift=-1"),
+    ):
+        with pytest.raises(BadInputError) as refused:
+            preflight(configured(tmp_path, *overrides))
+        assert told in str(refused.value), overrides
+    monkeypatch.setattr(sources, "find_spec", lambda name: None)
+    with pytest.raises(BadInputError, match=r"pip install 'mgpu_pipe\[image\]'"):
+        preflight(configured(tmp_path, source="digits"))
+
+
+def test_random_changes_are_keyed_by_seed_and_sample_alone(tmp_path: Path) -> None:
+    root = folder_of_classes(tmp_path / "pictures")
+    plain = configured(tmp_path, f"data.paths=[{root}]")
+    changes = ("data.shift=3", "data.turn=20", "data.flip=true", "data.random_crop=0.4")
+    config = configured(tmp_path, f"data.paths=[{root}]", *changes)
+    assert prepare(config).digest != prepare(plain).digest
+    samples, still = (prepare(one).open(one, "train") for one in (config, plain))
+    indices, numbers = np.array([3, 5, 3]), np.array([7, 8, 9])
+    together = samples.batch(indices, numbers)["pixel_values"]
+    for place in range(3):
+        alone = samples.batch(indices[place : place + 1], numbers[place : place + 1])["pixel_values"]
+        assert (alone[0] == together[place]).all()
+    assert not (together[0] == together[2]).all(), "the same picture at another time is changed otherwise"
+    assert not (together == still.batch(indices, numbers)["pixel_values"]).all()
+    held = [prepare(one).open(one, "validation") for one in (config, plain)]
+    first, second = (one.batch(np.array([0]), np.array([-1]))["pixel_values"] for one in held)
+    assert (first == second).all(), "held-out pictures are as they are"
+
+
+def test_a_picture_that_changes_later_is_not_read(tmp_path: Path) -> None:
+    root = folder_of_classes(tmp_path / "pictures")
+    config = configured(tmp_path, f"data.paths=[{root}]", "data.validation_fraction=0")
+    samples = prepare(config).open(config, "train")
+    (root / "dark" / "0.png").write_bytes(stored(noise(9)))
+    with pytest.raises(DataError, match=r"dark/0\.png: changed since the pictures were looked through"):
+        samples.batch(np.arange(24), np.arange(24))
+    assert prepare(config).digest != ""
+    os.unlink(root / "dark" / "1.png")
+    with pytest.raises(DataError, match=r"dark/1\.png: cannot be read"):
+        prepare(config).open(config, "train")
+        samples.batch(np.array([1]), np.array([1]))
+
+
+def test_many_pictures_are_looked_at_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = folder_of_classes(tmp_path / "pictures", each=30)
+    (root / "dark" / "text.png").write_bytes(b"text")
+    config = configured(tmp_path, f"data.paths=[{root}]", "data.on_bad_sample=skip", "data.tokenize_workers=2")
+    alone = prepare(config).as_dict()
+    monkeypatch.setattr(images, "_POOL_FROM", 10)
+    config.data.cache_dir = str(tmp_path / "other")
+    several = prepare(config).as_dict()
+    assert {**several, "folder": 0, "held_out_folder": 0} == {**alone, "folder": 0, "held_out_folder": 0}

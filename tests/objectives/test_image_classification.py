@@ -1,0 +1,192 @@
+"""Image classification. Oracle: transformers' own model, one sample at a time, in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze, remember
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.fields import config_fields
+from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
+from mgpu_pipe.objectives.image_classification_keys import FAMILIES
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.command import mgpu, run_folder
+from tests.support.needs import need_digits
+from tests.support.pictures import folder_of_classes
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+PICTURES = ("objective=image_classification", "data=digits", "model=vit_tiny", "logger=none", "trainer.progress=off")
+VIT = (*PICTURES, "objective.label_smoothing=0.1")
+TARGET = "vit.layers.1.mlp.fc2"
+
+
+def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
+    def wrong_gradient(strategy: EngineStrategy) -> None:
+        module = strategy.objective.model.get_submodule(TARGET)
+
+        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
+            handle.remove()
+            module.weight.register_hook(lambda gradient: gradient * 1.001)
+
+        handle = module.register_forward_pre_hook(on_first_forward)
+
+    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (1, ("strategy=single",)),
+        (2, ("strategy=ddp",)),
+        (2, ("strategy=fsdp", "data.micro_batch_size=2")),
+        (2, ("strategy=tp",)),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.slow) for stage in (1, 2, 3)),
+    ],
+)
+def test_every_strategy_is_one_sample_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*VIT, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def test_a_planted_error_is_found() -> None:
+    config = small_run(*VIT, "trainer.devices=2", "strategy=fsdp")
+    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
+    assert found["gradient"].where == f"{TARGET}.weight"
+
+
+SMALL = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"image_size": 32, "patch_size": 8, "depths": [1, 1], "hidden_sizes": [16, 32], "num_stages": 2, "embed_dim": 16},
+    **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0},
+}
+TOWER = ("depths", "hidden_sizes", "num_stages", "embed_dim")
+"""What image towers of two-tower models do not have."""
+
+
+def made(family: str) -> ImageClassificationObjective:
+    known = config_fields(family) or set()
+    fields: dict[str, Any] = {name: value for name, value in SMALL.items() if name in known}
+    if "vision_config" in known:
+        fields["vision_config"] = {name: value for name, value in SMALL.items() if name not in TOWER}
+    names = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    model = build_meta(ModelConfig(type=family, config={**fields, **names}), "AutoModelForImageClassification")
+    return ImageClassificationObjective(materialise(model, 1, "cpu"), None, lambda step: 1.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one == "vit" else pytest.mark.exhaustive) for one in FAMILIES]
+)
+def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) -> None:
+    """In every family that the objective lets pass, in training mode."""
+    objective = made(family)
+    batch = objective.random_batch(3, 2, 6, 0, packed=False)
+    assert batch["labels"][-1] == -100
+    together = objective.micro_batch_loss(batch).detach()
+    alone = objective.reference_loss(objective.model, objective.model, batch).loss_sum
+    assert float(together) == pytest.approx(float(alone), rel=1e-5)
+    with torch.no_grad():
+        loss, right, among = objective.evaluation_sums(batch).tolist()
+        logits = objective.model(pixel_values=batch["pixel_values"]).logits[:-1]
+    assert loss == pytest.approx(float(F.cross_entropy(logits, batch["labels"][:-1], reduction="sum")), rel=1e-5)
+    assert right == int((logits.argmax(-1) == batch["labels"][:-1]).sum()) and among == 5  # of three classes
+
+
+def small_data(folder: Path, *overrides: str) -> RunConfig:
+    root = folder / "pictures"
+    if not root.exists():
+        folder_of_classes(root, each=20)
+    shape = ("model.config.image_size=16", "model.config.patch_size=4", "data.global_batch_size=8")
+    given = ("data=image_folder", f"data.paths=[{root}]", f"data.cache_dir={folder / 'cache'}", "data.flip=true")
+    more = ("trainer.max_steps=4", "data.validation_fraction=0.2", "data.shift=2", "objective.label_smoothing=0.1")
+    return compose([*PICTURES, *given, *shape, *more, *overrides])[0]
+
+
+def trained(folder: str, overrides: list[str], root: str, resume: str | None) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = small_data(Path(root), *overrides)
+    step = None if resume is None else Path(resume)
+    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
+
+
+def run(folder: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
+    folder.mkdir()
+    given = [*overrides, f"trainer.devices={processes}"]
+    paths = RunPaths(folder)
+    config = small_data(folder.parent, *given)
+    freeze(config, paths.config)
+    remember(paths.config)
+    prepare(config)
+    step = None if resume is None else str(resume)
+    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(folder.parent), step)[0]
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForImageClassification
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    run(tmp_path / "first", 2, "strategy=fsdp", *half)
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures, changed the same way"
+    assert metrics["val/accuracy"] == whole["val/accuracy"]
+    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"loss           {metrics['val/loss']:.6f} nats a sample" in printed
+    assert f"accuracy       {100 * metrics['val/accuracy']:.2f}%" in printed
+    assert "over           12 samples of 12 held-out samples" in printed
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
+    assert "AutoModelForImageClassification" in capsys.readouterr().out
+    exported, info = AutoModelForImageClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert exported.config.id2label == {0: "dark", 1: "light", 2: "stripes"}
+    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, plain = (model(pixel_values=pixels).logits for model in (load_run(tmp_path / "second").model, exported))
+    assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
+    # The folder is trained on, with its classes and its own mean and deviation of the channels.
+    (tmp_path / "out" / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.2], "image_std": [0.3]}))
+    config = small_data(tmp_path, "model=hf", f"model.path={tmp_path / 'out'}")
+    shown = prepare(config).open(config, "validation").batch(np.arange(2), -1 - np.arange(2))["pixel_values"]
+    usual = small_data(tmp_path)
+    before = prepare(usual).open(usual, "validation").batch(np.arange(2), -1 - np.arange(2))["pixel_values"]
+    assert torch.allclose(shown * 0.3 + 0.2, before * 0.5 + 0.5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
+    need_digits()
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    done = mgpu(cache, tmp_path, "experiment=vit_digits", "trainer.devices=2", *short)
+    folder = run_folder(done)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["model"]["class"] == "ViTForImageClassification"
+    metrics = summary["metrics"]
+    assert 0 <= metrics["val/accuracy"] < metrics["val/top5_accuracy"] < 1
+    assert "1,438 samples to train on, 359 held out" in " ".join(done.split())

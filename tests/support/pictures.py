@@ -1,0 +1,57 @@
+"""Picture files for the tests, of every kind that a folder of somebody's may hold."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mgpu_pipe.data.image.decode import pillow
+
+
+def noise(seed: int, size: int = 12, mode: str = "RGB") -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (size, size, 3), np.uint8)
+    return Image.fromarray(values).convert(mode)
+
+
+def stored(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+    pillow()
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    return content.getvalue()
+
+
+def folder_of_classes(root: Path, each: int = 8, classes: tuple[str, ...] = ("dark", "light", "stripes")) -> Path:
+    """Pictures that a class's name tells of, each another one."""
+    for number, name in enumerate(classes):
+        (root / name).mkdir(parents=True)
+        for index in range(each):
+            values = np.random.default_rng(100 * number + index).integers(0, 60, (16, 16, 3))
+            values += {"dark": 0, "light": 190}.get(name, 0)
+            if name == "stripes":
+                values[::2] += 190
+            (root / name / f"{index}.png").write_bytes(stored(Image.fromarray(values.astype(np.uint8))))
+    return root
+
+
+def bomb() -> bytes:
+    """Some kilobytes that unpack to 100 million pixels."""
+    return stored(Image.new("1", (10_000, 10_000)))
+
+
+def strange() -> dict[str, tuple[bytes, str]]:
+    """Files that cannot be used, and what is said of each."""
+    whole = stored(noise(1, 64), "JPEG")
+    frames = io.BytesIO()
+    noise(1).save(frames, "GIF", save_all=True, append_images=[noise(2), noise(3)])
+    return {
+        "pixel.png": (stored(noise(1, 1)), "has 1 x 1 pixels: there is nothing on it"),
+        "bomb.png": (bomb(), "has 10000 x 10000 pixels, more than 67,108,864"),
+        "cut.jpg": (whole[: len(whole) // 2], "cannot be read (image file is truncated"),
+        "text.png": (b"this is no picture\n", "is no picture of a known format"),
+        "moving.gif": (frames.getvalue(), "has 3 frames; give a picture of one"),
+        "empty.png": (b"", "is empty"),
+        "float.tiff": (stored(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "has values of no known range"),
+    }
