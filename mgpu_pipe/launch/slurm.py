@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from mgpu_pipe.launch.node_check import BAD_NODES
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script, gpus_per_node
 from mgpu_pipe.launch.slurm_submitted import POINTS, job_of, keep_job, log_of, said
+from mgpu_pipe.launch.stop import taken_over
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
 from mgpu_pipe.runs.continue_line import Asked
@@ -135,7 +137,7 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
                 (paths.root / BAD_NODES).unlink(missing_ok=True)
                 script = write_script(config, paths.root, asked.command)
             job = sbatch(config, script)
-        except BadInputError:
+        except BaseException:
             folder.discard()
             raise
         keep_job(paths.root, job)
@@ -165,18 +167,31 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: SLURM refuses it, with the key that it speaks of.
         BadInputError: SLURM cannot be reached, or says something else.
+        KeyboardInterrupt: a stop signal came meanwhile; the job is cancelled then.
     """
     # what an enclosing job says of itself is not for this one
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
-    done = subprocess.run(
-        ["sbatch", "--parsable", *options, str(script)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    stopped: list[int] = []
+    before = taken_over(lambda number, frame: stopped.append(number))
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, str(script)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment,
+            start_new_session=True,  # Ctrl-C would end it when SLURM may have the job already
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+    job = done.stdout.strip().partition(";")[0]
+    if stopped:
+        if done.returncode == 0:
+            subprocess.run(["scancel", job], stdin=subprocess.DEVNULL)
+        raise KeyboardInterrupt
     if done.returncode == 0:
-        return done.stdout.strip().partition(";")[0]
+        return job
     reason = said(done)
     for word, (key, fix) in REFUSED.items():
         if word in reason.lower():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -153,6 +154,9 @@ def test_containers() -> None:
         (["launch.partition='a\nb'"], "launch.partition", "one line"),
         (["launch.setup=['a\nb']"], "launch.setup", "one line"),
         (["launch.sbatch=['x']"], "launch.sbatch", "write an option"),
+        (["launch.sbatch=['--nodes=2']"], "launch.sbatch", "say it by trainer.num_nodes"),
+        (["launch.sbatch=['-t10']"], "launch.sbatch", "say it by launch.time"),
+        (["launch.sbatch=['--output=log']"], "launch.sbatch", "leave it out"),
         (["launch.time=12h"], "launch.time", "hours:minutes"),
         (["launch.time=0:01:00"], "launch.time", "more than 120 s"),
         (["launch.gpus=-1"], "launch.gpus", "at least 0"),
@@ -185,6 +189,23 @@ def test_without_sbatch_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"launch.type=slurm: there is no sbatch on this machine"):
         slurm.submit(config, Asked([], []))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_slurm_answers_cancels_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """With stand-ins: sbatch, to which Ctrl-C comes as well, gives a number; scancel is asked to end that job."""
+    (tmp_path / "sbatch").write_text(f"#!/bin/bash\nkill -{number.name[3:]} $PPID\nsleep 0.3\necho 12\n")
+    (tmp_path / "scancel").write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/cancelled\n')
+    for tool in ("sbatch", "scancel"):
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt):
+        slurm.submit(configured(f"run.root={tmp_path}/runs"), Asked([], []))
+    assert (tmp_path / "cancelled").read_text() == "12\n" and not list((tmp_path / "runs").glob("*/*"))
+    assert signal.getsignal(number) is before
 
 
 def test_workers_must_be_counted_before_the_job_has_nodes() -> None:
