@@ -10,6 +10,15 @@ from mgpu_pipe.config.schema import Auto, LaunchConfig
 from mgpu_pipe.errors import ConfigError
 
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d{1,2})(?::(?P<seconds>\d{1,2}))?")
+KEYS = {
+    **dict.fromkeys(("--nodes", "-N"), "trainer.num_nodes"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "trainer.devices and launch.tasks"),
+    **dict.fromkeys(("--time", "-t"), "launch.time"),
+    "--signal": "launch.warning_s",
+}
+"""Options of sbatch that say otherwise what this program counts with, and the keys that are for it."""
+TAKEN = ("--array", "-a", "--output", "-o", "--comment")
+"""Those that it finds its jobs by."""
 
 
 @dataclass
@@ -76,6 +85,13 @@ class SlurmConfig(LaunchConfig):
             if not option.startswith("-"):
                 key = "launch.sbatch" if option in self.sbatch else "launch.srun"
                 errors.append(ConfigError(key, option, "write an option, such as --mail-type=END"))
+        for option in self.sbatch:
+            name = option.partition("=")[0] if option.startswith("--") else option[:2]
+            if name in KEYS:
+                errors.append(ConfigError("launch.sbatch", option, f"leave it out; say it by {KEYS[name]}"))
+            elif name in TAKEN:
+                fix = "leave it out"
+                errors.append(ConfigError("launch.sbatch", option, fix, "mgpu-pipe jobs finds the run by its own"))
         limit = self.limit_s()
         if limit is not None and limit <= self.warning_s:
             fix = f"use more than {self.warning_s} s, or a smaller launch.warning_s"

@@ -46,7 +46,8 @@ def repeat_line(store: Store, point: Point | None = None) -> str:
     """The command that trains a point again, alone; without one the sweep's own."""
     if point is None:
         return shlex.join(["mgpu-pipe", *store.asked["words"]])
-    return shlex.join(["mgpu-pipe", *store.asked["flags"], *store.asked["fixed"], *point.overrides])
+    verb = ["submit"] if store.asked.get("launcher") == "slurm" else []
+    return shlex.join(["mgpu-pipe", *verb, *store.asked["flags"], *store.asked["fixed"], *point.overrides])
 
 
 def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:

@@ -65,6 +65,7 @@ def test_a_member_that_is_queued_again_leaves_the_others_alone(cluster: Cluster,
         assert mine["metrics"]["train/loss"] == local["metrics"]["train/loss"]
         assert column(Path(mine["folder"]), "train/loss") == column(Path(local["folder"]), "train/loss")
     assert [point["attempts"] for point in points(cache, shared)] == [1, 2]
+    assert "repeat it: mgpu-pipe submit " in mgpu(cache, shared, "sweeps", "best", "tried")
     assert "nothing is left to run: 2 of 2 finished" in mgpu(cache, shared, "sweeps", "resume", "tried")
     cluster.until(cluster.nothing_left, "the end of all processes")
 
