@@ -1,4 +1,4 @@
-"""Local data files: globs, strict UTF-8, rows of JSON lines and Parquet."""
+"""Local data files: globs, strict UTF-8, rows of JSON lines and Parquet; text also compressed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mgpu_pipe.config.hub import DATA, data_files
+from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text
 from mgpu_pipe.data.fingerprint import READABLE, Fingerprint, check_readable, open_data
 from mgpu_pipe.errors import ConfigError, DataError
 
@@ -27,6 +28,8 @@ _LEFT_OUT = {
 FIX = "correct or remove it"
 LONGEST_LINE = 256 << 20
 """Bytes of a line of JSON: it is in memory several times while it becomes tokens."""
+LARGEST_TEXT = 4 << 30
+"""Bytes of a compressed file that is one document."""
 REPLACE = "replace the file, or leave it out of the data's paths"
 
 
@@ -81,12 +84,23 @@ def _stdlib_sources(root: Path) -> Iterator[str]:
 
 
 def read_bytes(path: Path, expected: Fingerprint | None = None) -> bytes:
-    """The content of ``path``; a DataError names a file that cannot be read, is empty, or is not ``expected``."""
+    """The content of ``path``, unpacked; a DataError names a file that cannot be read, is empty, or is not
+    ``expected``."""
     try:
-        with open_data(path, expected) as file:
-            return file.read()
+        with open_text(path, expected) as file:
+            content = file.read() if codec_of(path) is None else file.read(LARGEST_TEXT + 1)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
+        raise _unreadable(path, str(path), error) from error
+    if codec_of(path) is not None and len(content) > LARGEST_TEXT:
+        raise DataError(f"{path}: unpacks to more than {LARGEST_TEXT >> 30} GiB; split it into documents")
+    return content
+
+
+def _unreadable(path: Path, where: str, error: OSError) -> DataError:
+    codec = codec_of(path)
+    if codec is None or error.strerror:
+        return DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}")
+    return DataError(f"{where}: is not a whole {codec} file: {error}; {REPLACE}")
 
 
 def decode(raw: bytes, where: str, offset: int = 0) -> str:
@@ -120,14 +134,14 @@ def check_unicode(text: str, origin: str) -> None:
 
 
 def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tuple[str, str, int]]:
-    """The lines of a text file that are not blank: ``(line, "file:number", size in bytes)``.
+    """The lines of a text file that are not blank, unpacked: ``(line, "file:number", bytes of the file)``.
 
     Raises:
         DataError: the file cannot be read, is empty, not UTF-8 or not ``expected``, or a line is too long.
     """
-    offset, rows, number = 0, 0, 0
+    offset, rows, number, before = 0, 0, 0, 0
     try:
-        with open_data(path, expected) as file:
+        with open_text(path, expected) as file:
             while raw := file.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(raw) > LONGEST_LINE:
@@ -140,9 +154,11 @@ def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tupl
                     line = line.removeprefix("\ufeff")
                 if line.strip():
                     rows += 1
-                    yield line, f"{path}:{number}", len(raw)
+                    read = bytes_read(file)
+                    size, before = (len(raw), 0) if read is None else (read - before, read)
+                    yield line, f"{path}:{number}", size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
+        raise _unreadable(path, f"{path}:{number + 1}", error) from error
     if not rows:
         raise DataError(f"{path}: holds blank lines only; remove it from the data's paths")
 

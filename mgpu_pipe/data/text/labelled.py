@@ -22,6 +22,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number, in_order
+from mgpu_pipe.data.compressed import identity_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.samples import Split, evaluated_samples
 from mgpu_pipe.data.text.documents import Document, Source
@@ -154,7 +155,7 @@ class _LabelledFiles:
         self._paths = files.expand_paths(self._data.paths, key)
         self._known: Mapping[Path, Fingerprint] = fingerprints(self._paths, cache, progress)
         columns = (self._data.text_column, self._data.second_text_column, self._data.label_column)
-        self.identity = digest_of("labelled", columns, [self._known[path].digest for path in self._paths])
+        self.identity = digest_of("labelled", columns, [identity_of(path, self._known[path]) for path in self._paths])
         self._size = sum(self._known[path].size for path in self._paths)
 
     def rows(self) -> Iterator[Row]:

@@ -18,6 +18,7 @@ from mgpu_pipe.config.plugins import DATA_GROUP, DATA_SOURCES, FILE_SOURCES, IMA
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
+from mgpu_pipe.data.compressed import codec_of, identity_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.documents import Document, Source
@@ -152,7 +153,7 @@ def _check_files(data: DataConfig, patterns: list[str], key: str) -> None:
         try:
             size = files.check_readable(path)
             if budget > 0:
-                _check_content(data, path, size <= budget)
+                _check_content(data, path, size <= budget and codec_of(path) is None)
             budget -= size
         except BadInputError as error:
             errors.append(error)
@@ -169,9 +170,11 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
         return
     if whole:
         files.decode(files.read_bytes(path), str(path))
-    if data.source == "text_files":
+    if data.source == "text_files" and codec_of(path) is None:
         return
     line, origin, _ = next(files.read_lines(path))
+    if data.source == "text_files":
+        return
     if data.source == "labelled_jsonl":
         row_of(data, line, origin)
         return
@@ -243,7 +246,7 @@ def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Pro
 
     return Source(
         name=data.source,
-        identity=digest_of("files", form, column.get(data.source), [known[path].digest for path in paths]),
+        identity=digest_of("files", form, column.get(data.source), [identity_of(path, known[path]) for path in paths]),
         size=sum(known[path].size for path in paths),
         documents=documents,
         kind=kinds.get(data.source, "text"),
@@ -252,7 +255,7 @@ def _file_source(data: DataConfig, paths: list[Path], cache: Path, progress: Pro
 
 def _whole_file(path: Path, expected: Fingerprint) -> Iterator[Document]:
     raw = files.read_bytes(path, expected)
-    yield Document(files.decode(raw, str(path)), str(path), len(raw))
+    yield Document(files.decode(raw, str(path)), str(path), expected.size)
 
 
 def _jsonl(path: Path, column: str, expected: Fingerprint) -> Iterator[Document]:

@@ -78,6 +78,49 @@ def test_jsonl_and_parquet_read_the_named_column(tmp_path: Path) -> None:
         assert sum(document.size for document in opened.documents()) == opened.size
 
 
+def _compressed(path: Path, parts: int = 1) -> bytes:
+    """Of a text file, as ``parts`` streams one after the other, which is how such files are appended to."""
+    text, codec = path.read_bytes(), {".gz": "gzip", ".zst": "zstd"}
+    size = -(-len(text) // parts)
+    streams = [
+        pyarrow.Codec(codec[path.suffix]).compress(text[at : at + size], asbytes=True)
+        for at in range(0, len(text), size)
+    ]
+    return b"".join(streams)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_text_reads_as_the_text(ending: str, tmp_path: Path) -> None:
+    plain = write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {index}"} for index in range(9000)])
+    packed = tmp_path / f"a.jsonl{ending}"
+    packed.write_bytes(plain.read_bytes())
+    packed.write_bytes(_compressed(packed, 3))
+    for source in ("jsonl", "text_files"):
+        runs = [config(tmp_path, source=source, paths=[str(path)]) for path in (plain, packed)]
+        check_sources(runs[1])
+        assert _texts(runs[1], tmp_path) == _texts(runs[0], tmp_path)
+        opened = open_source(runs[1], tmp_path / "cache")
+        assert sum(document.size for document in opened.documents()) == opened.size == packed.stat().st_size
+    renamed = tmp_path / "a.bin"
+    renamed.write_bytes(packed.read_bytes())
+    identities = [
+        open_source(config(tmp_path, source="jsonl", paths=[str(p)]), tmp_path).identity for p in (packed, renamed)
+    ]
+    assert identities[0] != identities[1], "the same bytes, read as another text"
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_broken_compressed_file_is_named_by_file_and_line(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.jsonl{ending}"
+    write_jsonl(path, [{"text": f"number {index} of {index * 7919 % 104729}"} for index in range(200_000)])
+    whole = _compressed(path)
+    run = config(tmp_path, source="jsonl", paths=[str(path)])
+    path.write_bytes(whole[: len(whole) // 2])
+    _refusal(run, rf"a\.jsonl\{ending}:\d{{4,}}: is not a whole \w+ file: Truncated", also_by_preflight=False)
+    path.write_bytes(b"this was never compressed")
+    _refusal(run, rf"a\.jsonl\{ending}:1: is not a whole \w+ file: .*; replace the file")
+
+
 def test_paths_that_match_nothing_are_refused_with_the_pattern(tmp_path: Path) -> None:
     for source in ("text_files", "jsonl", "parquet", "chat_jsonl"):
         run = config(tmp_path, source=source, paths=[str(tmp_path / "*.nothing")])
