@@ -37,3 +37,10 @@ def test_the_files_that_contributors_are_sent_to_are_there() -> None:
     assert len(named) > 5
     for name in named:
         assert any((folder / name).is_file() for folder in (ROOT, ROOT / "mgpu_pipe")), name
+
+
+def test_the_wheel_holds_every_package() -> None:
+    listed = re.search(r"^packages = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    there = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("mgpu_pipe/**/*.py")}
+    assert set(re.findall(r'"([^"]+)"', listed[1])) - {"mgpu_pipe.conf"} == there
