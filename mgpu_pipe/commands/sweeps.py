@@ -16,7 +16,7 @@ from mgpu_pipe.commands import Verb
 from mgpu_pipe.commands.report import PORT
 from mgpu_pipe.config.arguments import VerbParser, count, parse, positive_int
 from mgpu_pipe.config.schema import RunOptions
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, print_error
 from mgpu_pipe.launch.slurm_submitted import ask, job_of
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.rows import print_columns, print_rows
@@ -36,6 +36,8 @@ ACTIONS = {
     "best": "the best point, and the command that repeats it",
     "report": "write its page, and print where",
 }
+LONGEST_REASON = 240
+"""Characters of a reason in a table: a path may come before what went wrong there."""
 STOP_WAIT_S = 90.0
 """How long ``cancel`` waits for a running point to save."""
 
@@ -106,7 +108,11 @@ def _parser() -> argparse.ArgumentParser:
 def _list(found: Sequence[Store], as_json: bool) -> int:
     rows, plain = [], []
     for store in found:
-        points = store.points()
+        try:
+            points = store.points()
+        except BadInputError as error:  # the others are listed all the same
+            print_error(error)
+            continue
         counted = {status: sum(point.status == status for point in points) for status in (FINISHED, RUNNING)}
         left = sum(point.status in GOES_ON for point in points)
         best = _ranked(store, points)[:1]
@@ -131,7 +137,7 @@ def _list(found: Sequence[Store], as_json: bool) -> int:
     else:
         names = ("sweep", "runs", "finished", "running", "left", "ended badly", "age", "best")
         print_columns(names, rows, names[1:7])
-        print(f"{len(found)} sweep{'' if len(found) == 1 else 's'}")
+        print(f"{len(rows)} sweep{'' if len(rows) == 1 else 's'}")
     return EXIT_OK
 
 
@@ -159,7 +165,7 @@ def _show(store: Store, as_json: bool) -> int:
             *(numbers.figure(point.metric(metric), 5) for metric in metrics),
             numbers.duration(point.wall_s) if point.wall_s else numbers.MISSING,
             " ".join(point.overrides),
-            point.reason[:120],
+            point.reason[:LONGEST_REASON],
         )
         for point in points
     ]
@@ -226,7 +232,8 @@ def _cancel(store: Store, more: list[str]) -> int:
     for owner in owners:
         boot, pid, _ = owner.split(":", 2)
         if boot == boot_id():
-            os.kill(int(pid), signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(int(pid), signal.SIGTERM)
     until = time.monotonic() + STOP_WAIT_S
     while (points := store.points()) and any(point.status == RUNNING for point in points):
         if time.monotonic() > until:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.support import RESULTS
 from benchmarks.sweep_curves import STEPS, grid
-from benchmarks.sweep_search import SAMPLED, SEEDS, asha, curves, loss, regret
+from benchmarks.sweep_search import FIRST, SAMPLED, SEEDS, asha, curves, loss, regret
 
 FIGURES = {row["what"]: row for row in json.loads((RESULTS / "sweep_search-cpu.json").read_text())["rows"]}
 
@@ -26,7 +26,8 @@ def test_the_table_is_interpolated_between_its_runs() -> None:
 
 def test_tpe_finds_better_runs_than_random_draws() -> None:
     pytest.importorskip("optuna")
-    assert FIGURES["mean regret after 30 trials, tpe"]["ratio"] <= 0.7
+    for seeds in ("mean regret after 30 trials, tpe", f"tpe, of the first {FIRST} seeds alone"):
+        assert FIGURES[seeds]["ratio"] <= 0.7
     sampled = statistics.mean(regret("tpe", seed) for seed in range(SAMPLED))
     committed = FIGURES[f"tpe, of the first {SAMPLED} seeds"]["value"]
     assert sampled == pytest.approx(committed, rel=1e-6), "the figures are this code's"

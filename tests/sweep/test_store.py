@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe import cli
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.sweep import store as stores
 from mgpu_pipe.sweep.point import FINISHED, INTERRUPTED, RUNNING, Point, me
@@ -119,7 +120,8 @@ def test_a_name_that_is_taken_is_refused_and_unnamed_ones_are_told_apart(tmp_pat
     assert len(stores.stores(tmp_path)) == 4 and find(tmp_path, "mine").folder == first.folder
 
 
-def test_damage_and_newer_versions_are_one_line(tmp_path: Path) -> None:
+def test_damage_and_newer_versions_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    create(tmp_path, "whole", asked())
     store = create(tmp_path, "mine", asked())
     store.add(POINTS)
     database, settings = store.folder / "points.sqlite", store.folder / "sweep.json"
@@ -127,6 +129,9 @@ def test_damage_and_newer_versions_are_one_line(tmp_path: Path) -> None:
     database.write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(BadInputError, match="store is damaged"):
         store.points()
+    assert cli.main(["sweeps", "list", f"run.root={tmp_path}"]) == 0
+    said = capsys.readouterr()
+    assert "mine/points.sqlite: the sweep's store is damaged" in said.err and "\n1 sweep\n" in said.out, said
     database.write_bytes(whole)
     assert len(store.points()) == 40
     settings.write_text(json.dumps({**store.asked, "version": 99}))

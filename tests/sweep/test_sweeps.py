@@ -109,12 +109,14 @@ def test_two_resumes_at_once_share_the_points_and_the_sweep_can_be_extended(cach
 
 @pytest.mark.slow
 def test_a_pruned_search_of_real_runs_goes_on_from_their_checkpoints(cache: Path, tmp_path: Path) -> None:
-    words = ["-m", *TINY, "trainer.max_steps=9", "sweep.search=random", "sweep.trials=3", "sweep.pruner=asha"]
+    words = ["-m", *TINY, "trainer.max_steps=9", "sweep.search=tpe", "sweep.trials=8", "sweep.pruner=asha"]
     more = ["sweep.parallel=2", "sweep.name=mine", "optimizer.lr=tag(log,interval(1e-4,1e-2))", "scheduler=cosine"]
     mgpu(cache, tmp_path, *words, *more)
     points = find(tmp_path / "outputs", "mine").points()
     (best,) = [point for point in points if point.status == "finished"]
     assert sorted(best.rungs) == [1, 3, 9] and best.attempts == 3
+    assert len(points) == 8 and all(1 in point.rungs for point in points)
+    assert sum(point.attempts > 1 for point in points) >= 2, "a third of the eight went on"
     assert status_of(next(point for point in points if point is not best).folder) == "pruned"
     rate = f"optimizer.lr={best.settings['optimizer.lr']}"
     whole = run_folder(mgpu(cache, tmp_path, *TINY, "trainer.max_steps=9", "scheduler=cosine", rate))
