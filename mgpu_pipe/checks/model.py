@@ -11,6 +11,7 @@ from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.families.family import FLASH
+from mgpu_pipe.families.find import document_isolation
 
 
 def model_fields(config: RunConfig) -> dict[str, Any]:
@@ -90,7 +91,11 @@ def check_attention(config: RunConfig) -> None:
         raise refused[0]
     if told.attention == "causal":
         check_causality(fields)
-        check_packing(fields, config.data.packing, config.model.attn_implementation)
+        pairs = told.samples == "preferences"
+        if pairs and document_isolation(str(model_type), fields) == "none":
+            reason = f"attention of the {model_type} family is not known to stay inside one of a pair's conversations"
+            raise ConfigError("objective.name", told.name, "use a model of another family, such as llama", reason)
+        check_packing(fields, "best_fit" if pairs else config.data.packing, config.model.attn_implementation)
     elif flash and told.attention != "own":
         fix, reason = (
             "use sdpa or eager",

@@ -54,6 +54,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         *_held_out_errors(config),
         *_sample_errors(config),
         *sample_errors(config),
+        *config.objective.run_errors(config),
         *early_stopping_errors(config),
         *_start_errors(config),
     ]

@@ -50,7 +50,7 @@ SAMPLES = {
     **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
 }
 """The kind of samples that a data source gives; packed text where it is not listed."""
-OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "image_classification")
+OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill", "image_classification")
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
 LONGEST = 300

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import Self
@@ -164,6 +165,14 @@ class ObjectiveConfig:
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         """What the objective cannot do with a model of these configuration fields."""
+        return []
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        """What the objective cannot do with the other keys of the run."""
+        return []
+
+    def tokenizer_errors(self, folder: Path) -> list[ConfigError]:
+        """What the objective cannot do with the run's tokenizer, which is in ``folder``."""
         return []
 
     def reserved_ids(self) -> int:

@@ -173,6 +173,10 @@ def _listed(texts: list[str]) -> str:
 def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
     """Say where the run continues from and what differs; refuse what may not differ, and a run without a step."""
     run_length(config, prepared)
+    if prepared.tokenizer_folder is not None:
+        refused = config.objective.tokenizer_errors(prepared.tokenizer_folder)
+        if refused:
+            raise refused[0]
     if step is not None:
         for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
             print(f"note: {one_line(notice)}", file=sys.stderr)

@@ -21,6 +21,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.models.adapters.lora import without_adapters
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.dpo_keys import DESCRIPTION, DPOConfig
@@ -89,13 +90,13 @@ class DPOObjective(Objective):
     # -- the reference ------------------------------------------------------------------------------------------
 
     def needs_first_weights(self, start: RunStart) -> bool:
-        return not self._reference.load(start)
+        return self._keys.reference == "cached" and not self._reference.load(start)
 
     def first_weights(self, start: RunStart) -> None:
         self._reference.measure(start, self.trainer.strategy, self)
 
     def of_run(self, start: RunStart) -> None:
-        if not self._reference.load(start):
+        if self.needs_first_weights(start):
             kept = f"{start.folder}/{start.file}"
             raise BadInputError(
                 f"{kept}: no such numbers of the reference for these pairs; evaluate the run's own data"
@@ -120,10 +121,14 @@ class DPOObjective(Objective):
 
     def _of_pairs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Each pair's loss, (rows,), and the rewards of its answers, (rows, 2); 0 where it counts nothing."""
+        if self._keys.reference == "live":
+            with torch.no_grad(), without_adapters(self.model):
+                reference, _ = self._answers(batch)
+        else:
+            reference = batch["reference"] if "reference" in batch else self._reference.of(batch, "validation")
         found, tokens = self._answers(batch)
         self._reference.note(batch["pair"], found)
         counts = batch["pair"] != NOTHING
-        reference = batch["reference"] if "reference" in batch else self._reference.of(batch, "validation")
         losses, rewards = preference_losses(found, reference, tokens, self._keys)
         return losses.where(counts, 0.0), rewards.where(counts.unsqueeze(1), 0.0)
 
@@ -192,7 +197,12 @@ class DPOObjective(Objective):
                 labels = batch["labels"][row, start:stop]
                 logits = forward(input_ids=batch["input_ids"][row, None, start:stop]).logits[0].float()
                 answer = -F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-                gain = answer - batch["reference"][row, side].to(answer.dtype)
+                before = batch["reference"][row, side].to(answer.dtype)
+                if self._keys.reference == "live":
+                    with torch.no_grad(), without_adapters(model):
+                        plain = forward(input_ids=batch["input_ids"][row, None, start:stop]).logits[0].float()
+                    before = -F.cross_entropy(plain, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+                gain = answer - before
                 gained.append(gain / int((labels != IGNORE_INDEX).sum()) if self._keys.loss == "ipo" else gain)
             losses.append(self._plain_loss(gained[CHOSEN] - gained[REJECTED]))
         return Reference(torch.stack(losses).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ class LossHead:
         self.labels: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.counts_correct = False
-        self.by_token = False
+        self.compute: Callable[..., torch.Tensor] = linear_cross_entropy
         self.correct: torch.Tensor | None = None
         self._head, self._chunk_tokens = head, chunk_tokens
         plain_forward = head.forward
@@ -44,7 +44,7 @@ class LossHead:
             given = hidden, head.weight, head.bias, self.labels, self._chunk_tokens, shard_of(head)
             if self.counts_correct:
                 self.correct = correct_predictions(*given)
-            self.result = linear_token_losses(*given) if self.by_token else linear_cross_entropy(*given)
+            self.result = self.compute(*given)
             return self.result
 
         head.forward = forward  # type: ignore[method-assign, assignment]
@@ -90,23 +90,40 @@ class TokenLoss:
 
     def by_token(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """The cross-entropy of every label, fp32, of the shape of ``labels``; 0 where it is ``IGNORE_INDEX``."""
+        return self.instead(inputs, labels, linear_token_losses, logits_token_losses).view(labels.shape)
+
+    def instead(
+        self,
+        inputs: Mapping[str, Any],
+        labels: torch.Tensor,
+        of_head: Callable[..., torch.Tensor],
+        of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Another loss than the cross-entropy, of at most one dim.
+
+        Args:
+            of_head: takes the arguments of :func:`linear_cross_entropy`.
+            of_logits: the same from whole logits and labels.
+        """
         if self._head is not None:
-            self._head.by_token = True
+            self._head.compute = of_head
         try:
-            return self._sums(inputs, labels, by_token=True)[0].view(labels.shape)
+            return self._sums(inputs, labels, of_logits)[0]
         finally:
             if self._head is not None:
-                self._head.by_token = False
+                self._head.compute = linear_cross_entropy
 
     def _sums(
-        self, inputs: Mapping[str, Any], labels: torch.Tensor, by_token: bool = False
+        self,
+        inputs: Mapping[str, Any],
+        labels: torch.Tensor,
+        of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = logits_cross_entropy,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._head is None or not self._head.applies:
             logits = self._model(**inputs).logits
             wanted = labels.reshape(logits.shape[:-1])
             right = (logits.detach().argmax(-1) == wanted) & (wanted != IGNORE_INDEX)
-            losses = logits_token_losses if by_token else logits_cross_entropy
-            return losses(logits, labels), right.view(labels.shape)
+            return of_logits(logits, labels), right.view(labels.shape)
         self._head.labels, returned = labels, None
         try:
             returned = self._model(**inputs).logits
@@ -127,7 +144,7 @@ class TokenLoss:
                 type(self._model).__name__,
             )
         self._head = None
-        return self._sums(inputs, labels, by_token)
+        return self._sums(inputs, labels, of_logits)
 
 
 def _same_values(returned: torch.Tensor, loss: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ NEEDS_MORE = {
     ("data", "chat_jsonl"),
     ("data", "preferences_jsonl"),
     ("objective", "dpo"),
+    ("objective", "distill"),
     ("model", "bert_tiny"),
     ("model", "bert_small"),
     ("objective", "masked_lm"),

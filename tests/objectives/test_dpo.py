@@ -77,7 +77,9 @@ def verified(config: RunConfig) -> list[Worst]:
                 (2, ("strategy=cp", "strategy.context.method=ulysses", "objective.loss=ipo")),
                 (2, ("strategy=fsdp", "precision=bf16")),
                 (2, ("strategy=tp", "peft=lora")),
-                (2, ("strategy=fsdp", "peft=lora")),
+                (2, ("strategy=fsdp", "peft=lora", "objective.reference=live")),
+                (2, ("strategy=cp", "peft=lora", "objective.reference=live")),
+                (2, ("strategy=zero3", "peft=lora", "objective.reference=live")),
                 (2, ("strategy=ep", "model=mixtral_tiny")),
                 (4, ("strategy=pp", "strategy.tp=2")),
                 (4, ("strategy=fsdp", "strategy.tp=2", "model=gpt2_tiny")),
@@ -193,6 +195,23 @@ def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path, processes: int, strateg
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+def test_a_live_reference_is_the_cached_one(tmp_path: Path) -> None:
+    given = (
+        file_of(tmp_path, PAIRS),
+        "peft=lora",
+        "objective.beta=0.5",
+        "optimizer.lr=1e-3",
+        "trainer.log_every_n_steps=1",
+    )
+    cached = run(tmp_path / "cached", tmp_path / "cache", 1, *given, "strategy=single")
+    live = run(tmp_path / "live", tmp_path / "cache", 2, *given, "strategy=tp", "objective.reference=live")
+    assert losses_of(tmp_path / "live") == pytest.approx(losses_of(tmp_path / "cached"), rel=1e-5)
+    assert abs(losses_of(tmp_path / "live")[2] - np.log(2)) > 1e-4
+    for key in ("val/loss", "val/margin", "val/chosen_reward"):
+        assert live[key] == pytest.approx(cached[key], rel=1e-4, abs=1e-6)
+    assert not list((tmp_path / "live").glob("reference-*")) and list((tmp_path / "cached").glob("reference-*"))
+
+
 def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,6 +311,15 @@ def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, row: object, told: s
             "data.source=synthetic: objective.name=dpo trains on preferences; use data=preferences_jsonl",
         ),
         (("objective=causal_lm",), "data.source=preferences_jsonl: objective.name=causal_lm trains on packed text"),
+        (
+            ("objective.reference=live",),
+            "objective.reference=live: it is the model without its adapters, which must be",
+        ),
+        (("objective.reference=live", "peft=lora", "peft.train_also=[norm.weight]"), "must be all that is trained"),
+        (
+            ("objective.reference=live", "peft=lora", "strategy=pp", "trainer.devices=2"),
+            "objective.reference=live: a pipeline's step has one forward pass; use objective.reference=cached",
+        ),
         (("objective.beta=0",), "objective.beta=0.0: use a number above 0"),
         (("objective.label_smoothing=0.5",), "objective.label_smoothing=0.5: use a number below 0.5"),
         (("objective.loss=ipo", "objective.label_smoothing=0.1"), "objective.loss=ipo has none"),

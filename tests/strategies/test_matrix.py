@@ -40,9 +40,10 @@ BERTS = [name for name in LEARNED if MODELS[name].type == "bert"]
 EMBEDDINGS = {
     "gpt2": "transformer.wte.weight",
     "pairs": "shared.weight",
+    "preferences": "model.embed_tokens.weight",
     **dict.fromkeys(BERTS, "bert.embeddings.word_embeddings.weight"),
 }
-BLOCKS = {"pairs": "encoder.block.0.*", **dict.fromkeys(BERTS, "*.0.intermediate.*")}
+BLOCKS = {"pairs": "encoder.block.0.*", "preferences": "model.layers.0.*", **dict.fromkeys(BERTS, "*.0.intermediate.*")}
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulation 3": {"samples": 12, "micro_batches": 3},

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.dpo import DPOObjective
+from mgpu_pipe.objectives.dpo_keys import DPOConfig
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
 from mgpu_pipe.objectives.seq2seq import Seq2SeqObjective
@@ -110,7 +112,51 @@ def pairs_loss(forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
+BETA = 0.3
+
+
+def preferences_objective(model: Any, optimizer: Any, learning_rate: Any) -> DPOObjective:
+    return DPOObjective(model, optimizer, learning_rate, DPOConfig(beta=BETA, loss_chunk_tokens=7))
+
+
+def preferences_batch(step: int, samples: int) -> Batch:
+    """Two documents and padding a row, answers of random lengths behind a first token, one pair that counts nothing."""
+    generator = torch.Generator().manual_seed(5000 + step)
+    ids = torch.randint(0, VOCABULARY, (samples, SEQ_LEN + 1), generator=generator)
+    place = torch.arange(SEQ_LEN)
+    ends = torch.randint(2, SEQ_LEN // 2, (samples, 2), generator=generator).cumsum(1)
+    document = (place >= ends[:, :1]).long() + (place >= ends[:, 1:])
+    starts = torch.cat([torch.zeros(samples, 1, dtype=torch.int64), ends], 1).gather(1, document)
+    last = (place + 1 == ends[:, :1]) | (place + 1 >= ends[:, 1:])
+    pair = torch.arange(samples)
+    pair[step % samples] = -1
+    return {
+        "input_ids": ids[:, :-1].contiguous(),
+        "labels": ids[:, 1:].masked_fill(last, IGNORE_INDEX),
+        "position_ids": place - starts,
+        "rejected": (document == 1).long(),
+        "pair": pair,
+        "reference": -20 * torch.rand(samples, 2, generator=generator, dtype=torch.float64),
+    }
+
+
+def preferences_loss(forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
+    """One answer at a time."""
+    losses = []
+    for ids, labels, positions, _, pair, reference in zip(*batch.values(), strict=True):
+        if pair < 0:
+            continue
+        starts = (positions == 0).nonzero().flatten().tolist()
+        gains = []
+        for start, stop, before in zip(starts, starts[1:], reference.float(), strict=False):
+            logits = forward(input_ids=ids[None, start : stop - 1]).logits[0].float()
+            gains.append(-F.cross_entropy(logits, labels[start : stop - 1], reduction="sum") - before)
+        losses.append(-torch.sigmoid(BETA * (gains[0] - gains[1])).log())
+    return torch.stack(losses).sum()
+
+
 LEARNED = {
+    "preferences": Learned("AutoModelForCausalLM", preferences_objective, preferences_batch, preferences_loss),
     "pairs": Learned("AutoModelForSeq2SeqLM", pairs_objective, pairs_batch, pairs_loss),
     "masked": Learned("AutoModelForMaskedLM", masked_objective, masked_batch, masked_loss),
     "classes": Learned(

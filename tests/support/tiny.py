@@ -31,6 +31,7 @@ MODELS = {
     "mixtral": ModelConfig(
         name="mixtral", type="mixtral", config={**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
+    "preferences": ModelConfig(name="preferences", type="llama", config=dict(COMMON)),
     "masked": ModelConfig(name="masked", type="bert", config={**BERT}),
     "classes": ModelConfig(name="classes", type="bert", config={**BERT, "num_labels": 3, "pad_token_id": 0}),
     "pairs": ModelConfig(

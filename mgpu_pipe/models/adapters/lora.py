@@ -7,7 +7,8 @@ layer with two more parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -95,6 +96,20 @@ def is_adapter(name: str) -> bool:
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """The layers that have an adapter, by name."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapters, whose products count nothing inside."""
+    layers = [layer for _, layer in lora_layers(model)]
+    scales = [layer.lora_scale for layer in layers]
+    try:
+        for layer in layers:
+            layer.lora_scale = 0.0
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.lora_scale = scale
 
 
 @torch.no_grad()

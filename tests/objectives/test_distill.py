@@ -1,0 +1,226 @@
+"""Distillation. Oracles: autograd on the definitions; a loop by hand over whole logits of transformers' own models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.models.build import build_meta, materialise, run_model
+from mgpu_pipe.objectives.distill_keys import DistillConfig
+from mgpu_pipe.objectives.divergence import Teaching, linear_distillation, token_divergences
+from mgpu_pipe.objectives.packed_text import forward_kwargs
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+DISTILL = ("objective=distill", "model=llama_tiny", "logger=none", "trainer.progress=off")
+KINDS = ("forward", "reverse", "jensen_shannon")
+
+
+def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str, temperature: float) -> torch.Tensor:
+    p, q = (teacher / temperature).softmax(-1), (student / temperature).softmax(-1)
+    middle = (p + q) / 2
+
+    def kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (one * (one / other).log()).sum(-1)
+
+    found = {"forward": kl(p, q), "reverse": kl(q, p), "jensen_shannon": (kl(p, middle) + kl(q, middle)) / 2}
+    return found[kind] * temperature**2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divergence_and_its_gradient_are_those_of_its_definition(kind: str) -> None:
+    student = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(5, 11, dtype=torch.float64)
+    expected = plain_divergence(student, teacher, kind, 2.5)
+    (gradient,) = torch.autograd.grad(expected.sum(), student)
+    found, given = token_divergences(student.detach(), teacher, kind, 2.5)
+    assert torch.allclose(found, expected.detach(), rtol=1e-12) and torch.allclose(given, gradient, rtol=1e-10)
+    assert float(token_divergences(teacher, teacher, kind, 2.5)[0].abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunks_are_the_whole(kind: str, bias: bool) -> None:
+    keys = DistillConfig(divergence=kind, temperature=1.5, teacher_weight=0.7)  # type: ignore[arg-type]
+    hidden, weight = torch.randn(2, 7, 6, requires_grad=True), torch.randn(13, 6, requires_grad=True)
+    offset = torch.randn(13, requires_grad=True) if bias else None
+    taught, head = torch.randn(2, 7, 9), torch.randn(13, 9)
+    labels = torch.randint(0, 13, (2, 7))
+    labels[0, :3] = IGNORE_INDEX
+    teaching = Teaching(keys, taught, head, None)
+    loss = linear_distillation(hidden, weight, offset, labels, 4, teaching)
+    inputs = [value for value in (hidden, weight, offset) if value is not None]
+    found = torch.autograd.grad(loss, inputs)
+    logits, counts = F.linear(hidden, weight, offset), labels != IGNORE_INDEX
+    divergence = plain_divergence(logits, F.linear(taught, head), kind, 1.5)[counts].sum()
+    of_labels = F.cross_entropy(logits[counts], labels[counts], reduction="sum")
+    expected = 0.3 * of_labels + 0.7 * divergence
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert teaching.sums is not None
+    assert teaching.sums.tolist() == pytest.approx([float(of_labels.detach()), float(divergence.detach())], rel=1e-5)
+    for one, other in zip(found, torch.autograd.grad(expected, inputs), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def verified(config: RunConfig) -> list[Worst]:
+    return worst_of(compare(config))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
+        (2, ("strategy=ddp", "objective.divergence=reverse")),
+        (2, ("strategy=fsdp", "objective.divergence=jensen_shannon", "objective.temperature=2")),
+        (2, ("strategy=pp", "objective.teacher_weight=1")),
+        (2, ("strategy=zero3",)),
+        *(
+            pytest.param(processes, strategy, marks=pytest.mark.exhaustive)
+            for processes, strategy in (
+                (2, ("strategy=zero1",)),
+                (2, ("strategy=zero2", "objective.divergence=jensen_shannon")),
+                (2, ("strategy=ep", "model=mixtral_tiny")),
+                (2, ("strategy=fsdp", "peft=lora", "model=gpt2_tiny")),
+            )
+        ),
+    ],
+)
+def test_every_strategy_is_one_process(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*DISTILL, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def small_data(folder: Path, *overrides: str) -> RunConfig:
+    shape = ("data.seq_len=32", "data.global_batch_size=4", "data=jsonl", "model.config.vocab_size=384")
+    files = (
+        f"data.paths=[{folder / 'texts.jsonl'}]",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.validation_fraction=0.2",
+    )
+    steps = ("trainer.max_steps=3", "optimizer.lr=3e-4", "scheduler=constant", "trainer.log_every_n_steps=1")
+    teacher = f"objective.teacher={folder / 'teacher'}"
+    return compose([*DISTILL, *shape, *files, *steps, teacher, *overrides])[0]
+
+
+def with_teacher(folder: Path, **changes: Any) -> RunConfig:
+    """A configuration whose teacher is a wider model with the student's tokenizer, in ``folder``."""
+    rows = [{"text": f"The number {number} is behind {number - 1}."} for number in range(60)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = small_data(folder)
+    fields = {**config.model.config, "hidden_size": 96, "num_hidden_layers": 2, **changes}
+    teacher = compose(["model=llama_tiny"])[0].model
+    teacher.config = fields
+    materialise(build_meta(teacher), 77, "cpu").save_pretrained(folder / "teacher")
+    for file in prepare(config).tokenizer_folder.glob("*.json"):  # type: ignore[union-attr]
+        if file.name.startswith(("tokenizer", "special")):
+            shutil.copy(file, folder / "teacher")
+    return config
+
+
+def trained(folder: str, overrides: list[str]) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = small_data(Path(folder), *overrides)
+    paths = RunPaths(Path(folder) / "run")
+    return train(config, paths, prepare(config)).summary["metrics"]  # type: ignore[no-any-return]
+
+
+def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = with_teacher(tmp_path)
+    (tmp_path / "run").mkdir()
+    freeze(config, RunPaths(tmp_path / "run").config)
+    given = ["strategy=fsdp", "trainer.devices=2", "objective.temperature=2", "objective.teacher_weight=0.4"]
+    found = run_processes(2, trained, str(tmp_path), given)[0]
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher").eval()
+    model, prepared, keys = materialise(run_model(config), config.seed, "cpu"), prepare(config), config.optimizer
+    groups = [
+        {
+            "params": [p for p in model.parameters() if (p.dim() > 1) == decays],
+            "weight_decay": keys.weight_decay * decays,
+        }
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=keys.lr, **keys.options)
+    samples = prepared.open(config, "train")
+    order, size, losses = GlobalOrder(config.seed, len(samples)), config.data.global_batch_size, []
+    for step in range(3):
+        indices = order.indices(step * size, size)
+        batch = samples.batch(indices, indices)
+        counts = batch["labels"] != IGNORE_INDEX
+        logits = model(**forward_kwargs(model, batch)).logits[counts]
+        with torch.no_grad():
+            taught = teacher(**forward_kwargs(teacher, batch)).logits[counts]
+        divergence = plain_divergence(logits, taught, "forward", 2.0).sum()
+        loss = (
+            0.6 * F.cross_entropy(logits, batch["labels"][counts], reduction="sum") + 0.4 * divergence
+        ) / counts.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.gradient_clip_val or 1e9)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    rows = (tmp_path / "run" / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    at = rows[0].split(",").index("train/loss")
+    assert [float(row.split(",")[at]) for row in rows[1:]] == pytest.approx(losses, rel=1e-5)
+    assert 0 < found["val/divergence"] < found["val/loss"] and found["val/perplexity"] > 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("objective.teacher=nowhere",), "objective.teacher=nowhere: holds no config.json of a model; give a folder"),
+        (("objective.temperature=0",), "objective.temperature=0.0: use a number above 0"),
+        (("objective.teacher_weight=1.5",), "objective.teacher_weight=1.5: use a number of at most 1"),
+        (("strategy=tp", "trainer.devices=2"), "objective.name=distill cannot be spread over it"),
+        (("strategy=cp", "trainer.devices=2"), "objective.name=distill cannot be spread over it"),
+        (("model.config.vocab_size=400",), "its vocabulary has 384 tokens, the student's 400"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
+    with_teacher(tmp_path)
+    with pytest.raises(ConfigErrors) as refused:
+        preflight(small_data(tmp_path, *overrides))
+    assert told in str(refused.value)
+
+
+def test_a_teacher_of_another_tokenizer_or_with_changed_logits_is_refused(tmp_path: Path) -> None:
+    from mgpu_pipe.launch.resume import announce_resume
+    from mgpu_pipe.objectives.distill import _teacher
+
+    config = with_teacher(tmp_path)
+    prepared, paths = prepare(config), RunPaths(tmp_path / "run")
+    announce_resume(config, prepared, paths, None)
+    file = tmp_path / "teacher" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    first, second = list(vocabulary)[5:7]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(BadInputError, match="its tokenizer gives other ids"):
+        announce_resume(config, prepared, paths, None)
+    source = compose(["model=llama_tiny", "model.type=granite", "+model.config.logits_scaling=4.0"])[0].model
+    source.config = {**source.config, "vocab_size": 384}
+    materialise(build_meta(source), 3, "cpu").save_pretrained(tmp_path / "teacher")
+    with pytest.raises(BadInputError, match="changes its logits after the head"):
+        _teacher(config, config.objective)  # type: ignore[arg-type]
