@@ -110,10 +110,13 @@ def _hopeless(entries: list[Entry], step: int, most: int) -> str:
 
 
 def _of_a_killed(paths: RunPaths, entry: Mapping[str, object], step: Path | None) -> Entry:
-    """How an attempt ended that left no word: what it reached, and when it was last heard of."""
-    heard = [path.stat().st_mtime for path in (paths.metrics, *paths.logs.glob("rank-*.log")) if path.exists()]
-    ended = max([_number(entry.get("started")), *heard])
-    steps = read_metrics(paths.metrics).get("step", []) if paths.metrics.exists() else []
+    """How an attempt ended that left no word: what it reached, and when it took its last step.
+
+    The ranks' logs do not tell when: this attempt's workers, which may have started, write there too.
+    """
+    there = paths.metrics.exists()
+    ended = max(_number(entry.get("started")), paths.metrics.stat().st_mtime if there else 0.0)
+    steps = read_metrics(paths.metrics).get("step", []) if there else []
     down = _nodes_down(str(entry.get("nodes", "")))
     lost = max(0.0, ended - max(_number(entry.get("started")), _saved_at(step)))
     return {
