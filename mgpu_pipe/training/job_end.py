@@ -10,6 +10,8 @@ import time
 
 JOB_ENDS = "MGPU_PIPE_JOB_ENDS"
 """Set for the processes of a job: its time limit, in seconds since the epoch."""
+LEAVING_S = 10.0
+"""For a run's end and for the job to be queued again, once all is saved."""
 
 
 def too_late(save_s: float) -> bool:
@@ -18,10 +20,11 @@ def too_late(save_s: float) -> bool:
     SLURM's warning comes a fixed time before the limit; a save may take longer.
 
     Args:
-        save_s: seconds that the longest save took; 0 where there was none. Two of them have to fit.
+        save_s: seconds that the longest save took; 0 where there was none. Two of them have to fit, for one may be
+            under way, and then the run's end.
     """
     ends = _ends()
-    if not save_s or time.time() + 2 * save_s < ends:
+    if not save_s or time.time() + 2 * save_s + LEAVING_S < ends:
         return False
     _say(ends)
     return True

@@ -21,7 +21,7 @@ def _anew() -> None:
     _say.cache_clear()
 
 
-@pytest.mark.parametrize(("save_s", "left", "late"), [(0, 0, False), (10, 15, True), (10, 25, False), (10, -5, True)])
+@pytest.mark.parametrize(("save_s", "left", "late"), [(0, 0, False), (10, 25, True), (10, 35, False), (10, -5, True)])
 def test_two_saves_have_to_fit(monkeypatch: pytest.MonkeyPatch, save_s: float, left: float, late: bool) -> None:
     monkeypatch.setenv(JOB_ENDS, str(time.time() + left))
     assert too_late(save_s) is late

@@ -162,3 +162,18 @@ def test_stopped_before_its_time_limit_it_goes_on(cluster: Cluster, cache: Path,
     assert cluster.ended(job, folder, seconds=500) == "COMPLETED"
     assert "SIGUSR1" in attempts(folder)[0]["cause"] and len(attempts(folder)) > 1
     assert column(folder, "train/loss") == column(whole, "train/loss")
+
+
+@pytest.mark.exhaustive
+def test_a_save_that_takes_longer_than_the_warning_begins_in_time(cluster: Cluster, cache: Path, shared: Path) -> None:
+    """The warning comes two seconds before the limit, a save takes some ten."""
+    words = (*ONE, "trainer.max_steps=60", "checkpoint.every_n_steps=5")
+    whole = run_folder(mgpu(cache, shared, *words, "launch=local", "run.name=whole"))
+    slow = ("callbacks.slow._target_=tests.support.slow.Slow", "callbacks.slow.seconds=0.6")
+    disk = ("callbacks.disk._target_=tests.support.disk.SlowDisk", "callbacks.disk.seconds=0.1")
+    job, folder = cluster.submit(cache, shared, *words, *slow, *disk, "launch.time=0:03:00", "launch.warning_s=2")
+    assert cluster.ended(job, folder, seconds=600) == "COMPLETED"
+    first, second = attempts(folder)[:2]
+    assert (first["status"], first["lost_s"], first["step"]) == ("stopped", 0, second["from_step"])
+    assert "stopping after this step: the job ends in " in (folder / "logs" / "rank-0.log").read_text()
+    assert column(folder, "train/loss") == column(whole, "train/loss")
