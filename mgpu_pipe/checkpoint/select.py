@@ -112,5 +112,5 @@ def resolve_source(
         raise CheckpointError(f"{key}={source}: holds no checkpoint; give another run's folder or a step-* folder")
     newest = newest_valid(root, on_corruption, verify)
     if newest is None:
-        raise CheckpointError(f"{key}={source}: none of its {len(steps)} checkpoints is whole; give another run")
+        raise CheckpointError(f"{key}={source}: no checkpoint in it is whole ({len(steps)} damaged); give another run")
     return newest.path

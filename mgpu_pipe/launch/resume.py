@@ -45,7 +45,7 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     if damaged:
         # Starting afresh would cut the metrics and train over what a disk that is ill for a moment still holds.
         raise CheckpointError(
-            f"{paths.checkpoints}: none of its {len(damaged)} checkpoints can be read whole; look with mgpu-pipe "
+            f"{paths.checkpoints}: no checkpoint in it can be read whole ({len(damaged)} damaged); look with mgpu-pipe "
             f"checkpoints check {paths.root} --full, or start in another run.dir"
         )
     source = checkpoint.resume

@@ -141,7 +141,7 @@ class TokenLoss:
             log.warning(
                 "%s changes its logits after the head: they are computed whole, whatever "
                 "objective.loss_chunk_tokens says",
-                type(self._model).__name__,
+                type(self._model).__name__.removeprefix("FSDP"),
             )
         self._head = None
         return self._sums(inputs, labels, of_logits)
