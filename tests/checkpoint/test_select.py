@@ -137,7 +137,7 @@ def test_a_source_without_a_usable_checkpoint_is_refused_with_its_key(root: Path
     with pytest.raises(CheckpointError, match="unfinished"):
         resolve_source(root / "step-00000020.partial")
     (root / "step-00000010" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint in it is whole .2 damaged"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in it is whole \(2 damaged\)"):
         resolve_source(root.parent)
 
 

@@ -190,7 +190,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tmp_path:
     step = tmp_path / "checkpoints" / "step-00000010"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no checkpoint in it can be read whole .1 damaged"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in it can be read whole \(1 damaged\)"):
         resume_step(config, RunPaths(tmp_path))
 
 
