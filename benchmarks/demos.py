@@ -30,9 +30,11 @@ def demo(name: str) -> None:
     columns = ["step", *(key for key in metrics if key.startswith("val/"))]
     rows = [row for row in zip(*(metrics[key] for key in columns), strict=True) if not math.isnan(row[1])]
     parameters, processes = summary["model"]["parameters"], summary["world_size"]
+    tokens = summary["metrics"]["throughput/tokens_per_s"]  # 0 of pictures
+    rate, unit = (tokens, "tokens/s") if tokens else (summary["metrics"]["throughput/samples_per_s"], "samples/s")
     notes = (
         f"{parameters:,} parameters, {processes} processes, {summary['precision']}; {summary['wall_s']:.0f} s in all, "
-        f"{summary['metrics']['throughput/tokens_per_s']:,.0f} tokens/s."
+        f"{rate:,.0f} {unit}."
     )
     finish(name, f"mgpu-pipe experiment={name}", columns, rows, notes)
 

@@ -8,30 +8,43 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.prepare import PreparedImages
+from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.inference.pictures import picture_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Sample = dict[str, str]
+PICTURES = PreparedImages.kind
+
+
+def shows_samples(config: RunConfig) -> bool:
+    """Whether something is shown of the trained model: prompts are continued, or held-out pictures classified."""
+    return bool(config.objective.prompts()[0]) or description(config.objective.name).samples == PICTURES
 
 
 def make_samples(
     config: RunConfig,
     model: PreTrainedModel,
-    tokenizer_folder: Path,
+    tokenizer_folder: Path | None,
+    prepared: Prepared,
     *,
     together: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> list[Sample]:
-    """Each of ``objective.prompts()`` with its continuation, or, behind an arrow, with what stands for itself.
+    """Each of ``objective.prompts()`` with its continuation, or, behind an arrow, with what stands for itself;
+    of a run on pictures some held-out ones with their class.
 
     Args:
         together: the model is sharded: all processes make this call.
         forward: takes the place of the model's forward pass; see :meth:`EngineStrategy.sampling_forward`.
     """
     prompts, length = config.objective.prompts()
-    if not prompts:
+    if isinstance(prepared, PreparedImages):
+        return picture_samples(config, prepared, model)
+    if not prompts or tokenizer_folder is None:
         return []
     kind, joint = description(config.objective.name).samples, " \u2192 "
     if kind == "labelled_text":

@@ -111,7 +111,7 @@ def train_in(
             result = train(config, paths, prepared, stop_requested=stop.stop_requested, resume=resume)
         finally:
             sys.stderr = usual
-        samples = _samples_by_all(config, result, prepared.tokenizer_folder)
+        samples = _samples_by_all(config, result, prepared)
         device = next(result.model.parameters()).device
     if world.rank == 0:
         if result.whole_model:
@@ -119,7 +119,7 @@ def train_in(
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            samples = _samples(config, result, device)
+            samples = _samples(config, result, prepared, device)
         known = {
             "status": result.status,
             "step": result.step,
@@ -162,25 +162,25 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, device: torch.device) -> list[Sample]:
+def _samples(config: RunConfig, result: TrainResult, prepared: Prepared, device: torch.device) -> list[Sample]:
     """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved."""
-    if not config.objective.prompts()[0] or result.status != "finished" or result.checkpoint is None:
-        return []
     from mgpu_pipe.inference.load import load_run
-    from mgpu_pipe.inference.samples import make_samples
+    from mgpu_pipe.inference.samples import make_samples, shows_samples
 
+    if not shows_samples(config) or result.status != "finished" or result.checkpoint is None:
+        return []
     run = load_run(result.checkpoint, device)
-    assert run.tokenizer_folder is not None, "a run keeps its tokenizer"
-    return make_samples(config, run.model, run.tokenizer_folder)
+    return make_samples(config, run.model, run.tokenizer_folder, prepared)
 
 
-def _samples_by_all(config: RunConfig, result: TrainResult, tokenizer_folder: Path | None) -> list[Sample]:
+def _samples_by_all(config: RunConfig, result: TrainResult, prepared: Prepared) -> list[Sample]:
     """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
-    if result.status != "finished" or result.whole_model or tokenizer_folder is None:
+    if result.status != "finished" or result.whole_model:
         return []
     from mgpu_pipe.inference.samples import make_samples
 
-    return make_samples(config, result.model, tokenizer_folder, together=True, forward=result.sampling_forward)
+    folder, forward = prepared.tokenizer_folder, result.sampling_forward
+    return make_samples(config, result.model, folder, prepared, together=True, forward=forward)
 
 
 def import_all() -> None:

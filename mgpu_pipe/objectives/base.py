@@ -91,6 +91,7 @@ class Objective(pl.LightningModule, ABC):
 
     Attributes:
         evaluated: the metrics of the last evaluation, by key.
+        found: what it found besides, for the summary and the report; JSON.
         description: what code without torch knows of it.
     """
 
@@ -110,6 +111,7 @@ class Objective(pl.LightningModule, ABC):
         self._optimizer: Any = None
         self._sums: torch.Tensor | None = None
         self.evaluated: dict[str, float] = {}
+        self.found: dict[str, Any] = {}
 
     @classmethod
     def from_config(
@@ -195,6 +197,10 @@ class Objective(pl.LightningModule, ABC):
         """What evaluation adds up over micro-batches: the sum of losses, then those of metrics; float64, one dim."""
         return self.micro_batch_loss(batch).reshape(1)
 
+    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
+        """From the sums over the held-out samples, as metrics are measured, to :attr:`found`."""
+        return {}
+
     def share_sequences(
         self, groups: Sequence[torch.distributed.ProcessGroup], along: torch.distributed.ProcessGroup | None
     ) -> None:
@@ -251,6 +257,6 @@ class Objective(pl.LightningModule, ABC):
         assert self._sums is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
         sums = [*strategy.sum_over_data(self._sums[:-1]).tolist(), float(self._sums[-1])]
-        self.evaluated = dict(self.description.measured(sums))
+        self.evaluated, self.found = dict(self.description.measured(sums)), self.findings(sums)
         for key, value in self.evaluated.items():
             self.log(key, torch.tensor(value, dtype=torch.float64), logger=False, batch_size=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 AMONG = 5
 """Likeliest classes that the label may be among."""
+MOST_TOLD_APART = 50
+"""Classes of a confusion matrix; of more, none is made."""
 
 
 class ImageClassificationObjective(Objective):
@@ -39,6 +41,9 @@ class ImageClassificationObjective(Objective):
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._smoothing = cast(Any, model.config), label_smoothing
+        classes = int(self._config.num_labels)
+        self._told_apart = classes if classes <= MOST_TOLD_APART else 0
+        self.num_sums = 3 + self._told_apart**2  # type: ignore[misc]  # of this model: its classes are known now
 
     @classmethod
     def from_config(
@@ -71,7 +76,18 @@ class ImageClassificationObjective(Objective):
         logits, labels = self._logits(batch), batch["labels"]
         likeliest = logits.topk(min(AMONG, logits.shape[-1])).indices == labels[:, None]
         loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
-        return torch.stack([loss, likeliest[:, 0].sum().double(), likeliest.sum().double()])
+        sums = torch.stack([loss, likeliest[:, 0].sum().double(), likeliest.sum().double()])
+        if not self._told_apart:
+            return sums
+        counted = labels != IGNORE_INDEX
+        places = labels[counted] * self._told_apart + logits.argmax(-1)[counted]
+        return torch.cat([sums, torch.bincount(places, minlength=self._told_apart**2).double()])
+
+    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
+        """``confusion``: for each class how many of its pictures were taken for each class."""
+        classes = self._told_apart
+        counts = [int(count) for count in sums[3:-1]]
+        return {"confusion": [counts[at * classes : (at + 1) * classes] for at in range(classes)]} if classes else {}
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())

@@ -25,7 +25,7 @@ class ImageClassificationConfig(ObjectiveConfig):
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    loss, right, among = (total / sums[-1] for total in sums[:-1])
+    loss, right, among = (total / sums[-1] for total in sums[:3])
     return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": among}
 
 

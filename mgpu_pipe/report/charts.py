@@ -32,10 +32,12 @@ def charts(views: list[RunView]) -> list[dict[str, Any]]:
     """Loss over the whole width, then the others two by two; a column that no run has gets no chart."""
     most = max(100, min(MOST_POINTS, ALL_POINTS // (8 * len(views))))
     drawn = [_loss(views, most)]
+    tokens = [rate for view in views for _, rate in _measured(view, "throughput/tokens_per_s")]
+    rate = "samples" if tokens and not any(tokens) else "tokens"  # nobody counts the tokens of pictures
     for title, column, options in (
         ("Learning rate", "lr", {"up": "learning rate", "from_zero": True}),
         ("Gradient norm", "train/grad_norm", {"up": "norm", "note": "before clipping", "log": True}),
-        ("Throughput", "throughput/tokens_per_s", {"up": "tokens/s", "from_zero": True}),
+        ("Throughput", f"throughput/{rate}_per_s", {"up": f"{rate}/s", "from_zero": True}),
         ("Step time", "throughput/step_s", {"up": "s", "note": "evaluation and saving left out", "from_zero": True}),
         ("Memory", "memory/peak_gib", {"up": "GiB", "note": "peak of a process", "from_zero": True}),
         ("Model FLOPs utilisation", "throughput/mfu", {"up": "share of the peak", "from_zero": True}),

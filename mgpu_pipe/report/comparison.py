@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,9 @@ from mgpu_pipe.config.dotted import leaves, setting
 from mgpu_pipe.report import numbers
 from mgpu_pipe.report.charts import identical, run_labels, run_names
 from mgpu_pipe.report.run_view import RunView, differing, names_the_run
+
+PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]{0,100000}={0,2}")
+"""The base64 of a small PNG file."""
 
 
 def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
@@ -50,6 +54,7 @@ def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
 def samples(views: list[RunView]) -> list[dict[str, Any]]:
     """Generated texts by prompt, apart from the prompt itself: each run's last, and of a run alone its earlier ones."""
     by_prompt: dict[str, dict[str, list[dict[str, str]]]] = {}
+    pictures: list[dict[str, Any]] = []
     for view, label in zip(views, run_labels(views), strict=True):
         for age, (step, made) in enumerate(reversed(view.samples)):
             if age and len(views) > 1:
@@ -58,9 +63,18 @@ def samples(views: list[RunView]) -> list[dict[str, Any]]:
                 prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
                 title = label if len(views) > 1 else f"step {step:,}" if len(view.samples) > 1 else ""
                 told = {"title": title, "text": text.removeprefix(prompt) if prompt else text}
+                if picture := picture_of(sample):
+                    pictures.append({"picture": picture, "prompt": prompt, **told})
+                    continue
                 shown = by_prompt.setdefault(prompt, {"texts": [], "earlier": []})
                 shown["earlier" if age else "texts"].append(told)
-    return [{"prompt": prompt, **shown} for prompt, shown in by_prompt.items()]
+    return [*pictures, *({"picture": "", "prompt": prompt, **shown} for prompt, shown in by_prompt.items())]
+
+
+def picture_of(sample: Mapping[str, Any]) -> str:
+    """The base64 of a sample's PNG; empty where it has none, or something else there."""
+    found = sample.get("image")
+    return found if isinstance(found, str) and PNG.fullmatch(found) else ""
 
 
 def _headlines(views: list[RunView]) -> list[Any]:

@@ -120,6 +120,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _by_rank("Time of each rank's step", view.summary.get("times")),
         _by_rank("Memory", view.summary.get("memory")),
         _block("Final metrics", _parts(view.summary.get("metrics"))),
+        _block("Confusion", table=_confusion(view), text="rows: the class; columns: what it was taken for"),
         _block("Checkpoints", table=_checkpoint_table(view)),
         _block("Attempts", *_attempts(view)),
         _block("Environment", _parts({key: view.environment[key] for key in view.environment if key not in EPOCHS})),
@@ -165,6 +166,16 @@ def _checkpoint_table(view: RunView) -> dict[str, Any] | None:
     state = {True: "complete", False: "incomplete, never used"}
     rows = [[f"{one.step:,}", numbers.gibibytes(one.nbytes / 2**30), state[one.whole]] for one in view.checkpoints]
     return {"names": ["step", "size", "state"], "rows": rows} if rows else None
+
+
+def _confusion(view: RunView) -> dict[str, Any] | None:
+    """Of a classifier's last evaluation."""
+    counts, names = _mapping(view.summary.get("found")).get("confusion"), view.of_summary("data", "classes")
+    if not isinstance(counts, list) or not isinstance(names, list) or len(names) != len(counts):
+        return None
+    whole = [row for row in counts if isinstance(row, list) and len(row) == len(names)]
+    rows = [[str(name), *(_shown("", count) for count in row)] for name, row in zip(names, whole, strict=False)]
+    return {"names": ["", *map(str, names)], "rows": rows} if len(whole) == len(counts) else None
 
 
 def _attempts(view: RunView) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

@@ -154,6 +154,8 @@ def _print_samples(summary: Mapping[str, Any]) -> None:
     console = make_console()
     listed = summary.get("samples")
     for sample in listed if isinstance(listed, list) else []:
+        if _mapping(sample).get("image"):  # the report shows it
+            continue
         prompt, text = str(_mapping(sample).get("prompt") or ""), str(_mapping(sample).get("text") or "")
         written = printable(text.removeprefix(prompt))
         shown = written if len(written) <= LONGEST_SAMPLE else written[:LONGEST_SAMPLE] + " ..."

@@ -267,7 +267,7 @@ def _sampler(
             forward = strategy.sampling_forward()
             # a compilation for other shapes than the training's would change the training's own
             with torch.compiler.set_stance("force_eager"):
-                made = make_samples(config, model, folder, together=not alone, forward=forward)
+                made = make_samples(config, model, folder, prepared, together=not alone, forward=forward)
             strategy.sampled()
             if dist.get_rank() == 0:
                 append_samples(paths.samples, step, made)
@@ -378,6 +378,7 @@ def _result(
             "seq_len": config.data.seq_len,
         },
         "data": prepared.as_dict(),
+        **({"found": found} if (found := strategy.objective.found) else {}),
         "memory": memory,
         "times": by_rank(recorder.times(), strategy.root_device),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
+from mgpu_pipe.report.comparison import picture_of
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
@@ -102,9 +104,13 @@ def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) ->
     alone = objective.reference_loss(objective.model, objective.model, batch).loss_sum
     assert float(together) == pytest.approx(float(alone), rel=1e-5)
     with torch.no_grad():
-        loss, right, among = objective.evaluation_sums(batch).tolist()
+        sums = objective.evaluation_sums(batch).tolist()
+        loss, right, among = sums[:3]
         logits = objective.model(pixel_values=batch["pixel_values"]).logits[:-1]
     assert loss == pytest.approx(float(F.cross_entropy(logits, batch["labels"][:-1], reduction="sum")), rel=1e-5)
+    confusion = np.zeros((3, 3))
+    np.add.at(confusion, (batch["labels"][:-1].numpy(), logits.argmax(-1).numpy()), 1)
+    assert objective.findings([*sums, 5.0]) == {"confusion": confusion.tolist()}
     assert right == int((logits.argmax(-1) == batch["labels"][:-1]).sum()) and among == 5  # of three classes
 
 
@@ -189,4 +195,14 @@ def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     assert summary["status"] == "finished" and summary["model"]["class"] == "ViTForImageClassification"
     metrics = summary["metrics"]
     assert 0 <= metrics["val/accuracy"] < metrics["val/top5_accuracy"] < 1
+    confusion = np.array(summary["found"]["confusion"])
+    assert confusion.shape == (10, 10) and confusion.sum() == 359
+    assert np.trace(confusion) == pytest.approx(359 * metrics["val/accuracy"])
+    samples, report = summary["samples"], (folder / "report.html").read_text(encoding="utf-8")
+    assert len(samples) == 12 and all(f'base64,{sample["image"]}"' in report for sample in samples)
+    assert all(base64.b64decode(sample["image"]).startswith(b"\x89PNG") for sample in samples)
+    assert all(sample["text"].endswith(", wrong") for sample in samples), "those first that the model gets wrong"
+    assert "Confusion" in report and "what it was taken for" in report
+    hostile = {**samples[0], "image": samples[0]["image"] + '"><script>'}
+    assert picture_of(samples[0]) and not picture_of(hostile) and not picture_of({"image": "https://x"})
     assert "1,438 samples to train on, 359 held out" in " ".join(done.split())
