@@ -56,6 +56,7 @@ def links_are_good(folder: Path, node: str, device_type: str, timeout: float) ->
     world, nodes = existing_world(os.environ), hosts(os.environ.get("SLURM_STEP_NODELIST", ""))
     if not world or len(nodes) < 2:
         return True
+    world = {"LOCAL_RANK": os.environ["SLURM_LOCALID"], **os.environ, **world}  # a site may set torch's own variables
     if world["RANK"] != "0":
         return _come(world, node, device_type, timeout)
     faults = _blamed(_meet(world, nodes, device_type, timeout), nodes)

@@ -18,9 +18,12 @@ from mgpu_pipe.launch.node_check import BAD_NODES
 from tests.support.worlds import free_port
 
 TASK = """
+import os
 import sys
 from pathlib import Path
 from mgpu_pipe.launch import link_check
+if "A_SITES_OWN" in os.environ:
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=os.environ["SLURM_STEP_NUM_TASKS"])
 link_check.TRANSFER, link_check.ANSWER_S = 1 << 20, 3.0
 sys.exit(not link_check.links_are_good(Path(sys.argv[1]), sys.argv[2], "cpu", float(sys.argv[3])))
 """
@@ -86,7 +89,11 @@ def step(folder: Path, nodes: int, each: int, ports: dict[int, int], **variables
     return [task.returncode for task in tasks], "".join(said)
 
 
-@pytest.mark.parametrize("variables", [{}, {"GLOO_SOCKET_IFNAME": "lo"}], ids=["the rendezvous'", "an interface's own"])
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"GLOO_SOCKET_IFNAME": "lo"}, {"A_SITES_OWN": "1"}],
+    ids=["the rendezvous'", "an interface's own", "torch's variables"],
+)
 def test_good_links_let_the_ranks_meet(tmp_path: Path, variables: dict[str, str]) -> None:
     port = free_port()
     codes, said = step(tmp_path, 3, 2, dict.fromkeys(range(3), port), **variables)
