@@ -197,7 +197,8 @@ def _retry(store: Store, more: list[str]) -> int:
     if chosen:
         unknown = chosen - {point.number for point in again}
         if unknown:
-            raise BadInputError(f"mgpu-pipe sweeps retry {store.name}: point {min(unknown)} did not end badly")
+            why = "did not end badly" if max(unknown) <= len(points) else f"is none of the {len(points)} there are"
+            raise BadInputError(f"mgpu-pipe sweeps retry {store.name}: point {max(unknown)} {why}")
         again = [point for point in again if point.number in chosen]
     for point in again:
         store.change(point, status=WAITING, reason="", exit_code=0)

@@ -25,7 +25,11 @@ def grid(asked: SweepWords) -> list[list[list[str]]]:
             raise ConfigError(key, text, "list its values, a,b,c or range(1,9,2)", "a range has no end of values")
         listed.append([[value] for value in values])
     if asked.config.sweep.points is not None:
-        listed.insert(0, read_points(Path(asked.config.sweep.points).expanduser()))
+        path = asked.config.sweep.points
+        listed.insert(0, read_points(Path(path).expanduser()))
+        if both := [word for word in listed[0][0] if word.partition("=")[0] in asked.values]:
+            key = both[0].partition("=")[0]
+            raise ConfigError(key, "...", f"sweep it here or in {path}", "the points have values of it already")
     settings = ([word for part in point for word in part] for point in itertools.product(*listed))
     return [with_seeds(point, asked.config.seed, asked.config.sweep.seeds) for point in settings]
 
@@ -34,20 +38,23 @@ def read_points(path: Path) -> list[list[str]]:
     """The overrides of every row of a csv file of points.
 
     Raises:
-        ConfigError: the file cannot be read, has no row, or a row of another length.
+        ConfigError: the file cannot be read, has no row, a key twice, or a row of another length.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             header, *rows = [row for row in csv.reader(file) if row]
     except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
+    header = [key.strip() for key in header]
+    if twice := [key for at, key in enumerate(header) if key in header[:at]]:
+        raise ConfigError("sweep.points", path, f"give {twice[0]} one column", "it has two")
     if not rows:
         raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
     for number, row in enumerate(rows, 2):
         if len(row) != len(header):
             reason = f"line {number} has {len(row)} values for {len(header)} keys"
             raise ConfigError("sweep.points", path, "quote a value that has commas", reason)
-    return [[f"{key.strip()}={_value(key, cell)}" for key, cell in zip(header, row, strict=True)] for row in rows]
+    return [[f"{key}={_value(key, cell)}" for key, cell in zip(header, row, strict=True)] for row in rows]
 
 
 def _value(key: str, cell: str) -> str:
@@ -57,7 +64,7 @@ def _value(key: str, cell: str) -> str:
 
     text = cell.strip()
     try:
-        one = OverridesParser.create().parse_override(f"{key.strip()}={text}")
+        one = OverridesParser.create().parse_override(f"{key}={text}")
     except HydraException:
         return hydra_quoted(text)
     return hydra_quoted(text) if one.is_sweep_override() else one.get_value_element_as_str()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,12 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     if record["search"] != "grid":
         tried = ends(from_record(record["space"]))  # type: ignore[arg-type]
         if errors := errors_by_point(asked.flags, asked.fixed, [tried]):
-            raise ConfigErrors(list(dict.fromkeys(error for several in errors.values() for error in several)))
+            raise _each_once(errors)
         return work(create(root, name, record), ["mgpu-pipe", *words])
     trials = grid(asked)
     refused = errors_by_point(asked.flags, asked.fixed, trials)
     if len(refused) == sum(map(len, trials)):
-        raise ConfigErrors(list(dict.fromkeys(error for errors in refused.values() for error in errors)))
+        raise _each_once(refused)
     store = create(root, name, record)
     refuse(store, store.add(trials), refused)
     return work(store, ["mgpu-pipe", *words])
@@ -148,7 +148,12 @@ def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
         fix = "choose sweep.search=random, tpe, gp or nsga2"
         yield ConfigError("sweep.space", "{...}", fix, "a grid has no ranges; its values are lists")
     if sweep.pruner == "none":
+        if sweep.rungs:
+            yield ConfigError("sweep.rungs", sweep.rungs, "choose sweep.pruner=asha or median", "nothing is pruned")
         return
+    if beyond := [rung for rung in sweep.rungs if not 0 < rung < (steps or 0)]:
+        fix = f"give steps from 1 to {(steps or 1) - 1}, below trainer.max_steps={steps}"
+        yield ConfigError("sweep.rungs", sweep.rungs, fix, f"{beyond[0]} is none of them")
     why = "sweep.pruner trains in parts"
     if steps is None or steps < 3:
         yield ConfigError("trainer.max_steps", steps, "give the steps of a whole run", why)
@@ -197,6 +202,11 @@ def errors_by_point(
     parsed = parsed_again(flags, fixed)
     composed = hydra_cli.compose_each(parsed, points)
     return {at: errors for at, made in enumerate(composed) if (errors := errors_of(made))}
+
+
+def _each_once(errors: Mapping[int, list[BadInputError]]) -> ConfigErrors:
+    """The errors of several points; what is wrong with all of them is told once."""
+    return ConfigErrors(list({str(error): error for several in errors.values() for error in several}.values()))
 
 
 def refuse(store: Store, points: Sequence[Point], refused: dict[int, list[BadInputError]]) -> None:

@@ -131,7 +131,14 @@ def fails(tmp_path: Path, *words: str) -> int:
 def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.csv").write_text("optimizer.lr\n")
     (tmp_path / "torn.csv").write_text("optimizer.lr,seed\n1,2,3\n")
+    (tmp_path / "twice.csv").write_text("optimizer.lr,optimizer.lr\n1,2\n")
+    (tmp_path / "seeds.csv").write_text("seed\n3\n")
     refused = {
+        "sweep.rungs=[3]": "nothing is pruned",
+        "sweep.rungs=[3,9] trainer.max_steps=9 sweep.pruner=asha": "give steps from 1 to 8",
+        f"sweep.points={tmp_path}/twice.csv": "give optimizer.lr one column",
+        f"sweep.points={tmp_path}/seeds.csv": "the points have values of it already",
+        "optimizer.lr=-3": "optimizer.lr=-3",
         "sweep.name=a/b": "plain folder name",
         "sweep.metric=val/los": "did you mean val/loss?",
         "sweep.seeds=0": "at least 1",
@@ -146,13 +153,13 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
     }
     for word, fix in refused.items():
         root = () if word.startswith("run.root") else (f"run.root={tmp_path / 'outputs'}",)
-        assert cli.main(["-m", "model=llama_tiny", "seed=1,2", *root, word]) == 2, word
+        assert cli.main(["-m", "model=llama_tiny", "seed=1,2", *root, *word.split()]) == 2, word
         told = capsys.readouterr().err
-        assert fix in told and "Traceback" not in told, told
+        assert told.count(fix) == 1 and "Traceback" not in told, told
     words = ["-m", "model=llama_tiny", "seed=1,2", "data.validation_fraction=0", "sweep.metric=val/loss"]
     assert fails(tmp_path, *words) == 2
     assert "nothing is held out" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "torn.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "seeds.csv", "torn.csv", "twice.csv"]
 
 
 def test_a_folder_of_hydras_is_told_to_mean_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
