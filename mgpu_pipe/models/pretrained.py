@@ -125,7 +125,7 @@ def check_loading(
     """Raise for tensors that did not find their place, each kind listed with its first names.
 
     Where ``seed`` is given, tensors are no fault of a folder of another class of model that this class alone has (a
-    new head), or that one alone (its own).
+    new head), or that one alone (its own); nor the head of a classifier of another number of classes.
 
     Args:
         info: what transformers says of a loading: ``missing_keys``, ``unexpected_keys``, ``mismatched_keys``.
@@ -139,10 +139,12 @@ def check_loading(
     missing = set(info["missing_keys"]) - set(tied_sources(twin)) - mismatched
     adapters = {name for name in missing if is_adapter(name)}
     missing -= adapters
-    unexpected, new = set(info["unexpected_keys"]), set[str]()
+    new = _head_of_other_classes(folder, twin, mismatched) if seed is not None else set[str]()
+    mismatched -= new
+    unexpected = set(info["unexpected_keys"])
     theirs = _names_of_another_class(folder, twin) if seed is not None and (missing or unexpected) else set()
     if theirs:
-        new = missing - theirs
+        new |= missing - theirs
         missing, unexpected = missing & theirs, unexpected - theirs
     problems = [
         f"{len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
@@ -162,6 +164,14 @@ def check_loading(
         print(f"note: model.path={folder}: has no {', '.join(sorted(new))}: newly initialised", file=sys.stderr)
     recipe = recipe_of(twin)
     return {name: draw_parameter(twin, recipe, name, seed) for name in sorted(new | adapters)}
+
+
+def _head_of_other_classes(folder: Path, twin: PreTrainedModel, names: set[str]) -> set[str]:
+    """Those of ``names`` that have a row for each class, where the folder's model has another number of classes."""
+    stored = read_config_json(folder)
+    before = len(stored.get("id2label") or ()) or stored.get("num_labels", 2)  # transformers' default
+    now = twin.config.num_labels
+    return set() if before == now else {name for name in names if twin.get_parameter(name).shape[:1] == (now,)}
 
 
 def _names_of_another_class(folder: Path, twin: PreTrainedModel) -> set[str]:

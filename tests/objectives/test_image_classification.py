@@ -186,6 +186,30 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tun
 
 
 @pytest.mark.slow
+def test_a_folder_of_other_classes_gets_a_new_head(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    from mgpu_pipe.inference.load import load_run
+
+    torch.manual_seed(2)
+    sizes = {
+        name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    }
+    seven = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_channels=1, num_labels=7))
+    seven.save_pretrained(tmp_path / "seven")
+    given = ("model=hf", f"model.path={tmp_path / 'seven'}", "optimizer.lr=0", "data.classes=[dark,light,stripes]")
+    run(tmp_path / "alone", 1, *given, "strategy=single")
+    run(tmp_path / "cut", 2, *given, "strategy=fsdp")
+    alone, cut = (dict(load_run(tmp_path / name).model.named_parameters()) for name in ("alone", "cut"))
+    for name, value in seven.named_parameters():
+        assert torch.equal(alone[name], cut[name]), name
+        assert name.startswith("classifier.") or torch.equal(alone[name], value), name
+    assert (
+        alone["classifier.weight"].shape == (3, 32) and 0.01 < float(alone["classifier.weight"].detach().std()) < 0.03
+    )
+
+
+@pytest.mark.slow
 def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     need_digits()
     short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
