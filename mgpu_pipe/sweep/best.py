@@ -47,7 +47,8 @@ def repeat_line(store: Store, point: Point | None = None) -> str:
     if point is None:
         return shlex.join(["mgpu-pipe", *store.asked["words"]])
     verb = ["submit"] if store.asked.get("launcher") == "slurm" else []
-    return shlex.join(["mgpu-pipe", *verb, *store.asked["flags"], *store.asked["fixed"], *point.overrides])
+    fixed = [word for word in store.asked["fixed"] if not word.lstrip("+~").startswith("sweep.")]
+    return shlex.join(["mgpu-pipe", *verb, *store.asked["flags"], *fixed, *point.overrides])
 
 
 def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:

@@ -47,7 +47,7 @@ def read_points(path: Path) -> list[list[str]]:
         raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
     header = [key.strip() for key in header]
     if twice := [key for at, key in enumerate(header) if key in header[:at]]:
-        raise ConfigError("sweep.points", path, f"give {twice[0]} one column", "it has two")
+        raise ConfigError("sweep.points", path, "give it one column", f"{twice[0]} heads two")
     if not rows:
         raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
     for number, row in enumerate(rows, 2):

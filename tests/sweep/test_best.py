@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from pathlib import Path
 
-from mgpu_pipe.sweep.best import ranked
+from mgpu_pipe.sweep.best import ranked, repeat_line
 from mgpu_pipe.sweep.point import Point
+from mgpu_pipe.sweep.store import create
+from tests.sweep.support import asked
 
 
 def runs(trial: int, *values: float, status: str = "finished") -> list[Point]:
@@ -39,3 +42,9 @@ def test_trials_with_a_run_that_did_not_finish_are_left_out() -> None:
 def test_higher_may_be_better() -> None:
     trials = ranked([*runs(1, 0.2), *runs(2, 0.9)], "val/loss", minimize=False)
     assert trials[0].first.trial == 2 and math.isnan(trials[0].error)
+
+
+def test_the_command_that_repeats_a_point_asks_for_no_sweep(tmp_path: Path) -> None:
+    store = create(tmp_path, "mine", asked(fixed=["model=llama_tiny", "sweep.search=tpe", "+sweep.space.seed=[1,2]"]))
+    (point,) = store.add([[["seed=2"]]])
+    assert repeat_line(store, point) == "mgpu-pipe model=llama_tiny seed=2"

@@ -136,7 +136,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
     refused = {
         "sweep.rungs=[3]": "nothing is pruned",
         "sweep.rungs=[3,9] trainer.max_steps=9 sweep.pruner=asha": "give steps from 1 to 8",
-        f"sweep.points={tmp_path}/twice.csv": "give optimizer.lr one column",
+        f"sweep.points={tmp_path}/twice.csv": "optimizer.lr heads two",
         f"sweep.points={tmp_path}/seeds.csv": "the points have values of it already",
         "optimizer.lr=-3": "optimizer.lr=-3",
         "sweep.name=a/b": "plain folder name",
