@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from mgpu_pipe.checks.base_run import base_run_errors
 from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
@@ -55,6 +56,7 @@ def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputErr
         *_sample_errors(config),
         *sample_errors(config),
         *config.objective.run_errors(config),
+        *base_run_errors(config),
         *early_stopping_errors(config),
         *_start_errors(config),
     ]

@@ -33,6 +33,8 @@ DATA_SOURCES = (
     "preferences_jsonl",
     "labelled_jsonl",
     *PAIR_SOURCES,
+    "spoken_chat",
+    "spoken_preferences",
     "synthetic",
     *IMAGE_SOURCES,
 )
@@ -41,11 +43,12 @@ FILE_SOURCES = (
     *IMAGE_SOURCES[1:],
 )
 """Those that read the files of data.paths."""
-CONVERSATION_SOURCES = ("chat_jsonl", "preferences_jsonl")
+PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
+CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat")
 """Those whose rows a chat template renders."""
 SAMPLES = {
     "labelled_jsonl": "labelled_text",
-    "preferences_jsonl": "preferences",
+    **dict.fromkeys(PREFERENCE_SOURCES, "preferences"),
     **dict.fromkeys(PAIR_SOURCES, "pairs"),
     **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
 }

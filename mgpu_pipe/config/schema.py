@@ -31,6 +31,9 @@ class RunOptions:
     """The run's folder, when it is to be known beforehand; refused with -m."""
     root: str = "outputs"
     """The folder that holds all runs."""
+    starts_from: str | None = None
+    """An experiment whose weights and tokenizer the run starts from: a finished run of it below run.root, or one that
+    is made first."""
     tags: list[str] = field(default_factory=list)
     """Short words by which mgpu-pipe runs finds it again."""
 
@@ -103,7 +106,7 @@ class DataConfig:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Shape of the random documents of data=synthetic."""
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
-    """Numbers of data=number_words."""
+    """Numbers of data=number_words, spoken_chat and spoken_preferences."""
     tokenizer: str = "auto"
     """Tokenizer folder, tokenizer.json or name on the Hub; auto: the model's, else a BPE trained once on this data."""
     seq_len: int = field(default=256, metadata={"at_least": 1})

@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
-READ_NO_FILES = ("stdlib_text", "number_words", "synthetic", "digits")
+READ_NO_FILES = ("stdlib_text", "number_words", "spoken_chat", "spoken_preferences", "synthetic", "digits")
 NOT_FOLLOWED = (
     "the cache ($MGPU_PIPE_CACHE) knows no launch of yours that made this configuration, so the files that it names "
     "are not read"
@@ -62,8 +62,8 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
     for source, name, made, most in (
         ("synthetic", "synthetic.num_documents", data.synthetic.num_documents, MOST_SYNTHETIC),
         ("synthetic", "synthetic.mean_length", data.synthetic.mean_length, MOST_SYNTHETIC),
-        ("number_words", "numbers.count", data.numbers.count, MOST_SYNTHETIC),
-        ("number_words", "numbers.digits", data.numbers.digits, MOST_DIGITS),
+        (data.source, "numbers.count", data.numbers.count, MOST_SYNTHETIC),
+        (data.source, "numbers.digits", data.numbers.digits, MOST_DIGITS),
         (data.source, "target_len", data.target_tokens(), LARGEST["seq_len"]),
     ):
         if data.source == source and "data" not in given and made > most:

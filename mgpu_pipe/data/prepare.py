@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_pipe.config.plugins import IMAGE_SOURCES, PAIR_SOURCES
+from mgpu_pipe.config.plugins import IMAGE_SOURCES, PAIR_SOURCES, PREFERENCE_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
@@ -39,7 +39,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return labelled.prepare_labelled(config, progress)
     if config.data.source in PAIR_SOURCES:
         return pairs.prepare_pairs(config, progress)
-    if config.data.source == "preferences_jsonl":
+    if config.data.source in PREFERENCE_SOURCES:
         return preferences.prepare_preferences(config, progress)
     if config.data.source in IMAGE_SOURCES:
         return images.prepare_images(config, progress)

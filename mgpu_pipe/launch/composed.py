@@ -148,9 +148,14 @@ def launched(
         command: what the user typed, for the record.
         chosen: told the run's folder, before the run is begun.
     """
+    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.launch.base_run import with_base
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.runs.continue_line import Asked
 
+    started = with_base(composition, _base_run)
+    if not isinstance(started, Composition):
+        return started
     launcher = composition.config.launch.type
     if launcher != "local":
         fix = "use mgpu-pipe submit, or launch=local to train on this machine"
@@ -158,6 +163,11 @@ def launched(
     alone = [*composition.flags, *composition.overrides]
     asked = Asked(composition.overrides, command, alone, composition.swept, composition.own, chosen=chosen)
     return launch(composition.config, asked)
+
+
+def _base_run(composition: Composition, command: Sequence[str]) -> LaunchResult:
+    checked(composition)
+    return launched(composition, command)
 
 
 def notices_of(composition: Composition, *, joins: bool = False) -> list[Notice]:

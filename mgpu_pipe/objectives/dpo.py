@@ -49,7 +49,7 @@ class DPOObjective(Objective):
     """
 
     description = DESCRIPTION
-    num_sums = 4
+    num_sums = 8
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: DPOConfig
@@ -114,13 +114,14 @@ class DPOObjective(Objective):
         return self._counted_once(self._of_pairs(batch)[0].sum())
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        losses, rewards = self._of_pairs(batch)
+        losses, rewards, said, said_before = self._of_pairs(batch)
         right = rewards[:, CHOSEN] > rewards[:, REJECTED]
-        sums = (losses.sum(), right.sum(), rewards[:, CHOSEN].sum(), rewards[:, REJECTED].sum())
-        return self._counted_once(torch.stack([value.double() for value in sums]))
+        sums = [losses.sum(0, True), right.sum(0, True), rewards.sum(0), said.sum(0), said_before.sum(0)]
+        return self._counted_once(torch.cat(sums).double())
 
-    def _of_pairs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each pair's loss, (rows,), and the rewards of its answers, (rows, 2); 0 where it counts nothing."""
+    def _of_pairs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Each pair's loss, (rows,), and of its two answers, (rows, 2), the rewards and the probabilities, now and
+        under the reference; 0 where it counts nothing."""
         if self._keys.reference == "live":
             with torch.no_grad(), without_adapters(self.model):
                 reference, _ = self._answers(batch)
@@ -130,7 +131,8 @@ class DPOObjective(Objective):
         self._reference.note(batch["pair"], found)
         counts = batch["pair"] != NOTHING
         losses, rewards = preference_losses(found, reference, tokens, self._keys)
-        return losses.where(counts, 0.0), rewards.where(counts.unsqueeze(1), 0.0)
+        of_answers = (rewards, found.detach().exp(), reference.exp())
+        return losses.where(counts, 0.0), *[value.where(counts.unsqueeze(1), 0.0) for value in of_answers]
 
     def _answers(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The log-probability of each pair's two answers, and their tokens; float64 (rows, 2)."""

@@ -65,11 +65,17 @@ class DPOConfig(ObjectiveConfig):
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of right pairs, of both rewards, and the number of pairs."""
-    loss, right, chosen, rejected = (value / sums[-1] for value in sums[:-1])
+    """From the sums of losses, of right pairs, of both rewards, of both probabilities, now and under the reference, and
+    the number of pairs."""
+    loss, right, chosen, rejected, *said = (value / sums[-1] for value in sums[:-1])
+    exact, exact_before = said[0] + said[1], said[2] + said[3]
     return {
         "val/loss": loss,
         "val/preference_accuracy": right,
+        "val/style_rate": said[0] / exact if exact else 0.0,
+        "val/exact_match": exact,
+        "val/reference_style_rate": said[2] / exact_before if exact_before else 0.0,
+        "val/reference_exact_match": exact_before,
         "val/margin": chosen - rejected,
         "val/chosen_reward": chosen,
         "val/rejected_reward": rejected,
@@ -89,6 +95,10 @@ DESCRIPTION = Description(
             higher_is_better=True,
             headline=True,
         ),
+        Metric("val/style_rate", "drawn answers, chosen", "of the pair's two", percent=True, higher_is_better=True),
+        Metric("val/exact_match", "drawn answers that are one of the pair's", percent=True, higher_is_better=True),
+        Metric("val/reference_style_rate", "of the reference: chosen", "of the pair's two", percent=True),
+        Metric("val/reference_exact_match", "of the reference: one of the pair's", percent=True),
         Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True),
         Metric("val/chosen_reward", "held-out reward, chosen", higher_is_better=True),
         Metric("val/rejected_reward", "held-out reward, rejected"),

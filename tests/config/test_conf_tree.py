@@ -23,6 +23,8 @@ NEEDS_MORE = {
     ("data", "parquet"),
     ("data", "chat_jsonl"),
     ("data", "preferences_jsonl"),
+    ("data", "spoken_preferences"),
+    ("data", "spoken_chat"),
     ("objective", "dpo"),
     ("objective", "distill"),
     ("model", "bert_tiny"),

@@ -23,11 +23,19 @@ from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprin
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.labelled_row import row_of
+from mgpu_pipe.data.text.numbers import number_pairs
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.data.text.preference_row import preference_of, prompt_of
+from mgpu_pipe.data.text.spoken import spoken_documents
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
-READ_NO_PATHS = ("stdlib_text", "number_words", "synthetic", "digits")
+MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
+    "number_words": ("pairs", 2),
+    "spoken_chat": ("chat", 2),
+    "spoken_preferences": ("preferences", 1),
+}
+"""Sources made of ``data.numbers`` by a rule: what their documents are, and how many each number gives."""
+READ_NO_PATHS = ("stdlib_text", *MADE, "synthetic", "digits")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
@@ -204,7 +212,7 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
         return _file_source(data, files.stdlib_files(), cache, progress)
     if data.source in FILE_SOURCES:
         return _file_source(data, files.expand_paths(data.paths, key), cache, progress)
-    if data.source == "number_words":
+    if data.source in MADE:
         return _number_source(data)
     return plug_in_source(config, _plug_in(data.source))
 
@@ -291,11 +299,13 @@ def _text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:
 
 
 def _number_source(data: DataConfig) -> Source:
-    from mgpu_pipe.data.text.numbers import number_pairs
+    kind, each = MADE[data.source]
 
     def documents() -> Iterator[Document]:
+        if kind != "pairs":
+            yield from spoken_documents(data.source, data.numbers)
+            return
         for digits, source, target in number_pairs(data.numbers):
             yield Document(source, f"data.source={data.source}: {digits}", 1, target, digits)
 
-    identity = digest_of("number_words", asdict(data.numbers))
-    return Source("number_words", identity, 2 * data.numbers.count, documents, "pairs")
+    return Source(data.source, digest_of(data.source, asdict(data.numbers)), each * data.numbers.count, documents, kind)

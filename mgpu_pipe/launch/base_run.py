@@ -1,0 +1,54 @@
+"""The run that another one starts from: ``run.starts_from`` names its experiment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.launch.outcome import LaunchResult
+
+KEY = "run.starts_from"
+
+
+def words_of(config: RunConfig) -> list[str]:
+    """The command line of the run that ``config`` starts from: where and on what it runs is the same."""
+    trainer, data = config.trainer, config.data
+    words = [f"experiment={config.run.starts_from}", f"run.root={config.run.root}", "checkpoint.resume=auto"]
+    words += [f"trainer.accelerator={trainer.accelerator}", f"trainer.devices={trainer.devices}"]
+    words += [f"trainer.progress={trainer.progress}"]
+    return words if data.cache_dir is None else [*words, f"data.cache_dir={data.cache_dir}"]
+
+
+def with_base(
+    composition: Composition, run: Callable[[Composition, list[str]], LaunchResult]
+) -> Composition | LaunchResult:
+    """``composition`` with the weights and tokenizer of the run that it starts from, which is made if there is none.
+
+    Args:
+        run: trains a composition, or finds that it is complete.
+
+    Returns:
+        What became of that run, where it did not finish.
+    """
+    config = composition.config
+    if config.run.starts_from is None:
+        return composition
+    words = words_of(config)
+    print(f"{KEY}={config.run.starts_from}: mgpu-pipe {' '.join(words)}", file=sys.stderr, flush=True)
+    base = hydra_cli.compose_one(hydra_cli.parse([*composition.flags, *words]))
+    result = run(base, ["mgpu-pipe", *words])
+    if result.status != "finished":
+        return result
+    tokenizer = str(Path(RunPaths(result.folder).tokenizer).absolute())
+    checkpoint = replace(config.checkpoint, init_from=str(result.folder.absolute()))
+    composition.config = replace(config, checkpoint=checkpoint, data=replace(config.data, tokenizer=tokenizer))
+    return composition
