@@ -69,7 +69,7 @@ MODELS = {
 
 def model_class(source: ModelConfig) -> str | None:
     """transformers' class for a type that has no causal language model."""
-    return "AutoModelForSeq2SeqLM" if source.type == "t5" else None
+    return {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}.get(str(source.type))
 
 
 def global_batch(step: int, samples: int = 8) -> dict[str, torch.Tensor]:
