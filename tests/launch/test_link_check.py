@@ -107,7 +107,7 @@ def test_good_links_let_the_ranks_meet(tmp_path: Path, variables: dict[str, str]
     ("kind", "reason"),
     [
         ({"late_s": 0.06}, "a round trip to n0 takes 1"),
-        ({"rate": 2 << 20}, "its link to n0 carries 1."),
+        ({"rate": 2 << 20}, "its link to n0 carries "),
         ({"most": 200_000}, "its link to n0 fails: "),
         (None, "it did not reach n0 (127.0.0.1, port "),
     ],
