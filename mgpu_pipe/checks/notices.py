@@ -24,6 +24,11 @@ class Notice:
 
 def notices(config: RunConfig) -> list[Notice]:
     notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
+    if config.run.starts_from is not None:
+        text = (
+            f"experiment={config.run.starts_from} is trained first, unless {config.run.root} holds a finished run of it"
+        )
+        notices.append(Notice("run.starts_from", text))
     if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
     if emulated := emulated_type(config):

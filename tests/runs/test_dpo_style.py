@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.data.prepare import prepare
@@ -60,6 +61,11 @@ def test_both_styles_are_held_out_alike(cache: Path) -> None:
         held.append(set(hashes[held_out(hashes, config.data.validation_fraction)].tolist()))
     assert answers(907) == ("It is nine zero seven.", "nine zero seven")
     assert held[0] == held[1] and 0 < len(held[0]) < 60
+
+
+def test_check_says_what_is_trained_first() -> None:
+    told = [notice.text for notice in notices(compose(["experiment=dpo_style"])[0]) if notice.key == "run.starts_from"]
+    assert told == ["experiment=spoken_base is trained first, unless outputs holds a finished run of it"]
 
 
 @pytest.mark.parametrize(
