@@ -23,10 +23,8 @@ from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprin
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.labelled_row import row_of
-from mgpu_pipe.data.text.numbers import number_pairs
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.data.text.preference_row import preference_of, prompt_of
-from mgpu_pipe.data.text.spoken import spoken_documents
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
 MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
@@ -303,8 +301,12 @@ def _number_source(data: DataConfig) -> Source:
 
     def documents() -> Iterator[Document]:
         if kind != "pairs":
+            from mgpu_pipe.data.text.spoken import spoken_documents  # numpy, which check does without
+
             yield from spoken_documents(data.source, data.numbers)
             return
+        from mgpu_pipe.data.text.numbers import number_pairs
+
         for digits, source, target in number_pairs(data.numbers):
             yield Document(source, f"data.source={data.source}: {digits}", 1, target, digits)
 
