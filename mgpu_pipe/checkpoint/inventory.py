@@ -80,7 +80,8 @@ def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
         state = read_state(folder, manifest, "off")
     except CheckpointError as error:
         faults = faults or [str(error)]
-    return Step(step, folder, tuple(faults), saved, nbytes, state, config, step in ruined_steps(folder.parent))
+    ruined = step in ruined_steps(folder.parent)
+    return Step(step, folder, tuple(faults), saved, nbytes, state, config, ruined=ruined)
 
 
 def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:

@@ -35,7 +35,8 @@ class Treatment:
 
 
 def treatments(model: torch.nn.Module, config: OptimizerConfig) -> dict[str, Treatment]:
-    """The treatment of every trained parameter of the whole ``model``, by name.
+    """The treatment of every trained parameter of the whole ``model``, by each of its names: a tied one has several, of
+    which the first decides, and a pipeline may hold copies of it under each.
 
     Raises:
         ConfigError: a pattern that matches no parameter, or a group that is left without one that is trained.
@@ -54,6 +55,8 @@ def treatments(model: torch.nn.Module, config: OptimizerConfig) -> dict[str, Tre
         decay = config.weight_decay if group.weight_decay is None else group.weight_decay
         factor = factors.get(parameter_name, 1.0) if group.lr is None else 1.0
         found[parameter_name] = Treatment(group.lr, factor, decay, group.frozen_until)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {name: found[first[id(parameter)]] for name, parameter in named.items() if first[id(parameter)] in found}
     for name, group in config.groups.items():
         if name not in used:
             reason = "it is left without a trained parameter: each is frozen, or belongs to a group above"

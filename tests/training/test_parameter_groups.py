@@ -46,6 +46,13 @@ def test_layer_wise_decay_counts_from_the_top_of_each_tower(family: str, powers:
         assert factors == {0.5**power}, start
 
 
+def test_a_tied_weight_is_treated_alike_under_each_of_its_names() -> None:
+    """A pipeline holds a copy of it on its first and on its last rank."""
+    head = {"head": ParameterGroup(["lm_head.weight", "*wte*"], lr=1.0)}
+    found = treatments(model_of("gpt2"), OptimizerConfig(groups=head))
+    assert found["lm_head.weight"] == found["transformer.wte.weight"] and found["lm_head.weight"].lr == 1.0
+
+
 def test_muons_matrices_and_the_rest_keep_their_own_rates() -> None:
     model = model_of("llama")
     late = {"late": ParameterGroup(["model.layers.0.*"], frozen_until=5)}
