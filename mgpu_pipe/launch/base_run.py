@@ -31,7 +31,7 @@ def words_of(config: RunConfig) -> list[str]:
 def with_base(
     composition: Composition, run: Callable[[Composition, list[str]], LaunchResult]
 ) -> Composition | LaunchResult:
-    """``composition`` with the weights and tokenizer of the run that it starts from, which is made if there is none.
+    """``composition`` with the weights and tokenizer of the run that it starts from, trained first where it is missing.
 
     Args:
         run: trains a composition, or finds that it is complete.

@@ -36,7 +36,7 @@ OWN = frozenset(
         *(workers.ATTEMPT, workers.ERROR_FD, workers.INHERITED_FDS, workers.LIVE_FD, workers.RESUME, workers.STORE_FD),
     )
 )
-"""Variables that differ from worker to worker. Libraries that read one at import are told (``compat``)."""
+"""Variables that differ from worker to worker. ``compat`` sets them again in libraries that read one at import."""
 READY = b"ready"
 REQUEST_BYTES, REQUEST_FDS = 65536, 64
 REPARENTED_S = 0.0005
@@ -57,7 +57,7 @@ def kept() -> Iterator[None]:
 
 
 def serving(environment: Mapping[str, str]) -> ForkServer | None:
-    """The server for workers of this environment, started if there is none yet; None outside of :func:`kept`."""
+    """The server for workers of this environment, started where none runs; None outside of :func:`kept`."""
     if not _kept:
         return None
     server = _kept[-1]
