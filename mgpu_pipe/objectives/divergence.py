@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.kernels.softmax import add_product_
-from mgpu_pipe.objectives.cross_entropy import chunk_rows
 from mgpu_pipe.objectives.distill_keys import DistillConfig
+from mgpu_pipe.objectives.head_chunks import rows_of, summed
 
 
 @dataclass
@@ -68,64 +66,33 @@ def token_divergences(
     return found * temperature**2, gradient * temperature
 
 
-class _LinearDistillation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        rows_at_once: int,
-        teaching: Teaching,
-    ) -> torch.Tensor:
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        keys, share = teaching.keys, teaching.keys.teacher_weight
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
-        sums = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-        taught = teaching.hidden.reshape(-1, teaching.hidden.shape[-1])
-        for start in range(0, hidden.shape[0], rows_at_once):
-            rows = slice(start, start + rows_at_once)
-            chunk, target = hidden[rows], labels[rows]
-            valid = (target != IGNORE_INDEX).unsqueeze(1)
-            logits = F.linear(chunk, weight, bias).float()
-            of_teacher = F.linear(taught[rows], teaching.weight, teaching.bias).float()
-            divergences, grad = token_divergences(logits, of_teacher, keys.divergence, keys.temperature)
-            losses = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none")
-            sums += torch.stack(
-                [part.where(valid[:, 0], 0.0).sum(dtype=torch.float64) for part in (losses, divergences)]
-            )
-            if grad_hidden is None and grad_weight is None and grad_bias is None:
-                continue
-            plain = logits.softmax(-1)
-            plain.scatter_add_(1, target.clamp_min(0).unsqueeze(1), -valid.float())
-            grad = (share * grad + (1 - share) * plain).where(valid, 0.0)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                add_product_(grad_weight, grad.t(), chunk)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        teaching.sums = sums
-        return (1 - share) * sums[0] + share * sums[1]
+class _Mixture:
+    """The divergence from the teacher and the labels' cross-entropy, of chunks of the student's logits."""
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        factor, (weight_dtype, bias_dtype) = grad_output.float(), ctx.dtypes
-        return (
-            None if grad_hidden is None else grad_hidden * factor,
-            None if grad_weight is None else (grad_weight * factor).to(weight_dtype),
-            None if grad_bias is None else (grad_bias * factor).to(bias_dtype),
-            None,
-            None,
-            None,
+    def __init__(self, labels: torch.Tensor, teaching: Teaching) -> None:
+        self._labels, self._teaching = labels, teaching
+        self._taught = teaching.hidden.reshape(-1, teaching.hidden.shape[-1])
+        self._sums = torch.zeros(2, dtype=torch.float64, device=labels.device)
+
+    def __call__(self, rows: slice, logits: torch.Tensor, wants_gradient: bool) -> torch.Tensor | None:
+        teaching, target = self._teaching, self._labels[rows]
+        keys, share = teaching.keys, teaching.keys.teacher_weight
+        valid = (target != IGNORE_INDEX).unsqueeze(1)
+        of_teacher = F.linear(self._taught[rows], teaching.weight, teaching.bias).float()
+        divergences, grad = token_divergences(logits, of_teacher, keys.divergence, keys.temperature)
+        losses = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none")
+        self._sums += torch.stack(
+            [part.where(valid[:, 0], 0.0).sum(dtype=torch.float64) for part in (losses, divergences)]
         )
+        if not wants_gradient:
+            return None
+        plain = logits.softmax(-1)
+        plain.scatter_add_(1, target.clamp_min(0).unsqueeze(1), -valid.float())
+        return (share * grad + (1 - share) * plain).where(valid, 0.0)
+
+    def total(self) -> torch.Tensor:
+        self._teaching.sums, share = self._sums, self._teaching.keys.teacher_weight
+        return (1 - share) * self._sums[0] + share * self._sums[1]
 
 
 def linear_distillation(
@@ -145,8 +112,5 @@ def linear_distillation(
         teaching: takes the two sums that the loss is made of.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    item = weight.element_size() if weight.is_cuda else None
-    rows = chunk_rows(chunk_tokens, 2 * weight.shape[0], flat.shape[0], item)
-    result = _LinearDistillation.apply(flat, weight, bias, labels.reshape(-1), rows, teaching)
-    assert isinstance(result, torch.Tensor)
-    return result
+    rows = rows_of(chunk_tokens, weight, len(flat), heads=2)
+    return summed(flat, weight, bias, rows, _Mixture(labels.reshape(-1), teaching))
