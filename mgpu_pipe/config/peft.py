@@ -8,8 +8,9 @@ from typing import Literal
 
 @dataclass
 class PeftConfig:
-    name: Literal["none", "lora"] = "none"
-    """none trains the model's own weights; lora a low-rank product beside each targeted linear layer."""
+    name: Literal["none", "lora", "dora"] = "none"
+    """none trains the model's own weights; lora a low-rank product beside each targeted linear layer; dora also
+    the length of each of its weight's rows."""
     r: int = field(default=16, metadata={"at_least": 1})
     """Rank of the product."""
     alpha: float = 32.0

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.tensor_file import Entry, write_tensor_file
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.models.adapters.lora import ADAPTER_NAMES, adapter_of, is_adapter, lora_layers, merge_adapters
-from mgpu_pipe.models.adapters.peft_folder import SETTINGS, WEIGHTS, name_in_peft
+from mgpu_pipe.models.adapters.lora import adapter_of, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.adapters.peft_folder import SETTINGS, WEIGHTS, lengths, measures, name_in_peft
 from mgpu_pipe.models.fields import class_of
 
 if TYPE_CHECKING:
@@ -28,22 +28,24 @@ def has_adapters(stored: StoredModel) -> bool:
 
 
 def merged(stored: StoredModel) -> StoredModel:
-    """``stored`` without adapters: every low-rank product is added to the weight beside it, in fp32, as it is read.
+    """``stored`` without adapters: each is merged into the weight beside it, in fp32, as it is read.
 
     ``stored``'s own model is changed.
     """
     layers = {
-        f"{name}.weight": (layer.lora_scale, isinstance(layer, Conv1D)) for name, layer in lora_layers(stored.model)
+        f"{name}.weight": (type(layer), layer.lora_scale, isinstance(layer, Conv1D))
+        for name, layer in lora_layers(stored.model)
     }
     merge_adapters(stored.model)
 
     def read(name: str, dtype: torch.dtype) -> torch.Tensor:
         if name not in layers:
             return stored.read(name, dtype)
-        scale, transposed = layers[name]
-        lower, upper = (stored.read(name.removesuffix("weight") + one, torch.float32) for one in ADAPTER_NAMES)
-        product = (upper @ lower) * scale
-        return (stored.read(name, torch.float32) + (product.t() if transposed else product)).to(dtype)
+        kind, scale, transposed = layers[name]
+        own = {one: stored.read(name.removesuffix("weight") + one, torch.float32) for one in kind.OWN}
+        weight = stored.read(name, torch.float32)
+        whole = kind.merge(weight.t() if transposed else weight, scale, own)
+        return (whole.t() if transposed else whole).to(dtype)
 
     return replace(stored, read=read)
 
@@ -71,6 +73,7 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
         "lora_alpha": keys.alpha,
         "lora_dropout": keys.dropout,
         "use_rslora": keys.rslora,
+        "use_dora": keys.name == "dora",
         "target_modules": [name for name, _ in layers],
         "fan_in_fan_out": isinstance(layers[0][1], Conv1D),
         "modules_to_save": modules or None,
@@ -80,5 +83,13 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
     (out / SETTINGS).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored_type = dtype_name(torch.empty(0, dtype=dtype))
     entries = [Entry(name_in_peft(name), stored_type, tuple(value.shape)) for name, value in trained.items()]
-    parts = (part for name in trained for part in host_bytes(stored.read(name, dtype)))
+    parts = (part for name in trained for part in host_bytes(_as_in_peft(stored, name, dtype)))
     write_tensor_file(out / WEIGHTS, entries, {"format": "pt"}, parts)
+
+
+def _as_in_peft(stored: StoredModel, name: str, dtype: torch.dtype) -> torch.Tensor:
+    layer = measures(name)
+    if layer is None:
+        return stored.read(name, dtype)
+    norms = lengths(stored.model, layer, stored.read(f"{layer}.weight", torch.float32))
+    return (norms + stored.read(name, torch.float32)).to(dtype)

@@ -21,8 +21,9 @@ from mgpu_pipe.compat.transformers_private import keys_not_expected
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.dora import MAGNITUDE
 from mgpu_pipe.models.adapters.lora import add_adapters
-from mgpu_pipe.models.adapters.peft_folder import first_adapters
+from mgpu_pipe.models.adapters.peft_folder import first_adapters, lengths, measures
 from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
@@ -155,13 +156,23 @@ def read_folder(
         readers = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
         twin = build_meta(replace(source, freeze=[]), class_of([architecture]))
         add_adapters(twin, peft)
-        read = read_tensors(twin, readers, parameters, shapes, take, partial(_new_rows, source, twin, seed))
+        norms: dict[str, torch.Tensor] = {}
+
+        def take_and_measure(name: str, stored: Any) -> None:
+            take(name, stored)
+            layer, _, kind = name.rpartition(".")
+            if kind == "weight" and peft.init_from is not None and f"{layer}.{MAGNITUDE}" in parameters:
+                norms[layer] = lengths(twin, layer, stored[...].float())
+
+        complete = partial(_new_rows, source, twin, seed)
+        read = read_tensors(twin, readers, parameters, shapes, take_and_measure, complete)
         for name, drawn in check_loading(source, read, twin, seed).items():
             take(name, drawn)
         trained = {name: tuple(p.shape) for name, p in twin.named_parameters() if p.requires_grad}
         for name, value in first_adapters(peft, trained):
             if name in parameters:
-                take(name, value)
+                layer = measures(name)
+                take(name, value if layer is None else value - norms[layer])
 
 
 def read_tensors(

@@ -8,7 +8,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.adapters.lora import A, B, LoraLayer
+from mgpu_pipe.models.adapters.dora import DoraLayer
+from mgpu_pipe.models.adapters.low_rank import A, LoraLayer
 from mgpu_pipe.parallel.tensor_parameters import CutParameters
 from mgpu_pipe.parallel.tensor_roles import tensor_plan
 
@@ -60,13 +61,17 @@ class TensorCut:
         setattr(layer, names[0 if dim == output_dim(layer) else 1], length)
 
     def _cut_adapter(self, layer: LoraLayer, outputs: bool, ranges: list[tuple[int, int]], owned: bool) -> None:
-        """Cut B like the weight's outputs, or A like its inputs; each rank's gradient of the other one is a part."""
+        """Cut all but A like the weight's outputs, or A like its inputs; gradients of the rest are parts of a sum."""
         if outputs:
-            self.parameters.cut(layer, B, 0, ranges, owned)
+            for name in layer.OWN[1:]:
+                self.parameters.cut(layer, name, 0, ranges, owned)
             self.sum_gradient(layer.lora_A)
         else:
             self.parameters.cut(layer, A, 1, ranges, owned)
-            self.sum_gradient(layer.lora_B)
+            for name in layer.OWN[1:]:
+                self.sum_gradient(getattr(layer, name))
+            if isinstance(layer, DoraLayer):
+                layer.norm_group = self.group
 
     def sharers(self, sharing: int) -> dist.ProcessGroup:
         """The group of the ``sharing`` neighbours that this rank shares its key-value head with."""

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from mgpu_pipe.families.family import Style
-from mgpu_pipe.models.adapters.lora import B
+from mgpu_pipe.models.adapters.dora import MAGNITUDE
+from mgpu_pipe.models.adapters.low_rank import B
 from mgpu_pipe.parallel.tensor_cut import TensorCut, head_dim, output_dim, outputs
 
 HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "split_size")
@@ -38,7 +39,7 @@ def cut_key_values(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Mo
     head = cut.rank // sharing
     cut.cut_linear(layer, output_dim(layer), [(head * width, (head + 1) * width)], owned=cut.rank % sharing == 0)
     sharers = cut.sharers(sharing)
-    for attribute in ("weight", "bias", B):
+    for attribute in ("weight", "bias", B, MAGNITUDE):
         parameter = layer._parameters.get(attribute)
         if parameter is not None:
             cut.sum_gradient(parameter, sharers)

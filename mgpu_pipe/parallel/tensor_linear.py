@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mgpu_pipe.models.adapters.lora import LoraLayer
+from mgpu_pipe.models.adapters.low_rank import LoraLayer
 from mgpu_pipe.parallel.sequence import SequenceSplit, hidden_of, with_hidden
 from mgpu_pipe.parallel.tensor_collectives import (
     all_gather_sequence,
@@ -144,9 +144,10 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, torch.Tensor) and not isinstance(bias, nn.Module)
-        partial = F.linear(x, weight.t() if transposed else weight)
-        if isinstance(layer, LoraLayer):  # its product is a part of the same sum
-            partial = partial + layer.low_rank(x)
+        if isinstance(layer, LoraLayer):  # its adapter's product is a part of the same sum
+            partial = layer.product(x)
+        else:
+            partial = F.linear(x, weight.t() if transposed else weight)
         split = sequence is not None and sequence.active
         total = split_sequence(partial, group, partial=True) if split else sum_forward(partial, group)
         return total if bias is None else total + bias

@@ -19,7 +19,7 @@ from mgpu_pipe.config.resolve import leaves_out_frozen_weights
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.adapters.lora import add_adapters
-from mgpu_pipe.models.adapters.peft_folder import first_adapters
+from mgpu_pipe.models.adapters.peft_folder import first_adapters, lengths, measures
 from mgpu_pipe.models.build import draw_adapters, materialise, run_model
 from mgpu_pipe.models.fields import LABELS
 from mgpu_pipe.models.hub_folder import whole_folder
@@ -65,7 +65,8 @@ def _model_and_filler(
         draw_adapters(model, config.seed)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, value in first_adapters(config.peft, {name: tuple(p.shape) for name, p in trained.items()}):
-            trained[name].data.copy_(value)
+            layer = measures(name)
+            trained[name].data.copy_(value if layer is None else value - lengths(model, layer))
         return model, None
     if source.path is not None:
         return run_model(config), FolderWeights(source, config.seed, config.peft)

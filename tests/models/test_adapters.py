@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.adapters.dora import row_norms
+from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter, lora_layers, merge_adapters, without_adapters
+from mgpu_pipe.models.adapters.peft_folder import measures, name_in_peft
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
@@ -22,7 +25,7 @@ def adapted(name: str, keys: PeftConfig = KEYS) -> Any:
     model = materialise(model, 3, "cpu").double()
     generator = torch.Generator().manual_seed(1)
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("lora_B"):  # as after some training: zero hides A
+        if parameter_name.endswith(("lora_B", "lora_magnitude")):  # as after some training: zero hides A
             parameter.data.normal_(generator=generator, std=0.05)
     return model
 
@@ -36,16 +39,18 @@ def loss_of(model: Any) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str) -> None:
+def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str, kind: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
-    ours = adapted(name)
+    ours = adapted(name, replace(KEYS, name=kind))
     stock: Any = materialise(build_meta(MODELS[name]), 3, "cpu").double()
     config = LoraConfig(
         r=4,
         lora_alpha=12,
         use_rslora=True,
+        use_dora=kind == "dora",
         target_modules=[layer for layer, _ in lora_layers(ours)],
         fan_in_fan_out=name == "gpt2",
     )
@@ -54,9 +59,16 @@ def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str) -> None:
     named = dict(theirs.named_parameters())
     for own_name, parameter in ours.named_parameters():
         if is_adapter(own_name):
-            pairs[own_name] = named[f"base_model.model.{own_name}.default.weight"]
-            pairs[own_name].data.copy_(parameter.data)
-    assert len(pairs) == 2 * len(lora_layers(ours)) == sum(p.requires_grad for p in ours.parameters())
+            theirs_name = f"{name_in_peft(own_name).removesuffix('.weight')}.default.weight"
+            pairs[own_name] = named[theirs_name]
+            layer = measures(own_name)
+            norms = 0 if layer is None else row_norms(ours.get_submodule(layer).rows())
+            pairs[own_name].data.copy_(parameter.data + norms)
+    assert (
+        len(pairs)
+        == len(lora_layers(ours)[0][1].OWN) * len(lora_layers(ours))
+        == sum(p.requires_grad for p in ours.parameters())
+    )
     loss, truth = loss_of(ours), loss_of(theirs)
     loss.backward()
     truth.backward()
@@ -74,15 +86,26 @@ def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str) -> None:
         torch.testing.assert_close(parameter.data, merged[own_name], rtol=1e-12, atol=1e-14)
 
 
-def test_the_first_step_starts_from_the_models_own_result() -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_first_step_starts_from_the_models_own_result(kind: Any) -> None:
     model = build_meta(MODELS["llama"])
-    add_adapters(model, KEYS)
+    add_adapters(model, replace(KEYS, name=kind))
     start = materialise(model, 3, "cpu").double()
     stock = materialise(build_meta(MODELS["llama"]), 3, "cpu").double()
     torch.testing.assert_close(loss_of(start), loss_of(stock), rtol=0, atol=0)
     layer = start.model.layers[0].mlp.down_proj
     limit = layer.in_features**-0.5
     assert 0.8 * limit < float(layer.lora_A.detach().abs().max()) <= limit
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_switched_off_they_do_nothing(kind: Any) -> None:
+    model = adapted("llama", replace(KEYS, name=kind))
+    stock = materialise(build_meta(MODELS["llama"]), 3, "cpu").double()
+    changed = loss_of(model)
+    with without_adapters(model):
+        torch.testing.assert_close(loss_of(model), loss_of(stock), rtol=1e-14, atol=0)
+    assert torch.equal(loss_of(model), changed) and abs(float(changed / loss_of(stock)) - 1) > 1e-4
 
 
 def test_routers_experts_and_the_head_are_left_alone() -> None:

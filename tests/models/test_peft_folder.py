@@ -22,13 +22,17 @@ KEYS = PeftConfig(name="lora", r=4, alpha=12.0, targets=["q_proj", "v_proj"], tr
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    return made_by_peft(tmp_path_factory.mktemp("peft"))
+
+
+def made_by_peft(root: Path, **options: Any) -> tuple[Path, Path, Any]:
     """A base, an adapter that peft trained nothing into but random numbers, and peft's model."""
     from peft import LoraConfig, get_peft_model
 
-    root = tmp_path_factory.mktemp("peft")
     model: Any = materialise(build_meta(tiny_model("llama", tie_word_embeddings=False)), 5, "cpu")
     write_folder(model, root / "base")
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    told = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    config = LoraConfig(**{**told, **options})
     theirs = get_peft_model(model, config)
     torch.manual_seed(1)
     for parameter in theirs.parameters():
@@ -46,16 +50,28 @@ def run_of(folders: tuple[Path, Path, Any], **keys: Any) -> RunConfig:
     return run
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "read by each rank"])
+WAYS = pytest.mark.parametrize("sharded", [False, True], ids=["whole", "read by each rank"])
+
+
+@WAYS
 def test_it_begins_as_pefts_own_model(folders: tuple[Path, Path, Any], sharded: bool) -> None:
-    run = run_of(folders)
+    begins_as_peft(run_of(folders), folders[2], sharded)
+
+
+@WAYS
+def test_an_adapter_with_magnitudes_does_too(tmp_path: Path, sharded: bool) -> None:
+    folders = made_by_peft(tmp_path, use_dora=True)
+    begins_as_peft(run_of(folders, name="dora"), folders[2], sharded)
+
+
+def begins_as_peft(run: RunConfig, truth: Any, sharded: bool) -> None:
     if sharded:
         model: Any = run_model(run)
         FolderWeights(run.model, run.seed, run.peft)(model, torch.device("cpu"))
     else:
         model = build_model(run, torch.device("cpu"), False)[0]
     ids = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(0))
-    logits = [one(input_ids=ids).logits for one in (model.eval(), folders[2])]
+    logits = [one(input_ids=ids).logits for one in (model.eval(), truth)]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
 
 
@@ -64,6 +80,7 @@ def test_it_begins_as_pefts_own_model(folders: tuple[Path, Path, Any], sharded: 
     [
         ({"r": 8}, "peft.r=8: the adapter of .* has 4; use 4"),
         ({"alpha": 3.0}, "peft.alpha=3.0: the adapter of .* has 12; use 12"),
+        ({"name": "dora"}, "peft=dora: the adapter of .* is one of lora; use peft=lora"),
         ({"rslora": True}, "peft.rslora=true: the adapter of .* has False; use False"),
         (
             {"targets": ["q_proj"]},
@@ -87,9 +104,9 @@ def test_other_kinds_of_adapters_and_other_bases_are_refused(folders: tuple[Path
 
     other = shutil.copytree(folders[1], tmp_path / "adapter")
     settings = json.loads((other / "adapter_config.json").read_text())
-    (other / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
+    (other / "adapter_config.json").write_text(json.dumps({**settings, "bias": "all"}))
     run = run_of((folders[0], other, None))
-    with pytest.raises(ConfigError, match="its use_dora is True; merge it with the peft package"):
+    with pytest.raises(ConfigError, match="its bias is 'all'; merge it with the peft package"):
         build_model(run, torch.device("cpu"), False)
     wider = tiny_model("llama", tie_word_embeddings=False, hidden_size=96)
     write_folder(materialise(build_meta(wider), 5, "cpu"), tmp_path / "wider")

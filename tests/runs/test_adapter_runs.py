@@ -13,6 +13,7 @@ import torch
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.models.adapters.lora import ADAPTER_NAMES
 from tests.runs.support import overrides, same
 from tests.support.command import mgpu, run_folder
 
@@ -20,25 +21,26 @@ pytestmark = pytest.mark.slow
 
 
 def tuning(corpus: Path, base: Path, *more: str) -> list[str]:
-    adapters = ("model=hf", f"model.path={base}", "peft=lora", "peft.r=4", "optimizer.lr=3e-3", "trainer.max_steps=6")
+    adapters = ("model=hf", f"model.path={base}", "peft.r=4", "optimizer.lr=3e-3", "trainer.max_steps=6")
     horizon = ("scheduler.total_steps=6", "trainer.val_every_n_steps=3", "checkpoint.every_n_steps=3")
     return overrides(corpus, *adapters, *horizon, *more)
 
 
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.exhaustive), "dora"])
 def test_a_run_moves_between_strategies_and_its_adapter_loads_in_peft(
-    cache: Path, corpus: Path, base: Path, tmp_path: Path
+    cache: Path, corpus: Path, base: Path, tmp_path: Path, kind: str
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    whole = run_folder(mgpu(cache, tmp_path, *tuning(corpus, base)))
-    moved = tuning(corpus, base, f"run.dir={tmp_path / 'moved'}")
+    whole = run_folder(mgpu(cache, tmp_path, *tuning(corpus, base, f"peft={kind}")))
+    moved = tuning(corpus, base, f"peft={kind}", f"run.dir={tmp_path / 'moved'}")
     mgpu(cache, tmp_path, *moved, "strategy=zero3", "trainer.devices=2", "trainer.max_steps=3")
     mgpu(cache, tmp_path, *moved, "strategy=tp", "trainer.devices=2", "checkpoint.resume=auto")
     same(tmp_path / "moved", whole)
 
     reader = CheckpointReader(list_steps(tmp_path / "moved" / "checkpoints")[0].path)
-    assert all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in reader.names("model"))
+    assert all(name.rpartition(".")[2] in ADAPTER_NAMES for name in reader.names("model"))
 
     for option in ("--adapter", "--merge"):
         mgpu(cache, tmp_path, "export", str(tmp_path / "moved"), "--out", str(tmp_path / option), option)

@@ -1,30 +1,24 @@
-"""LoRA: a low-rank product, trained beside a frozen linear layer (Hu et al. 2021, arXiv:2106.09685).
-
-A linear layer becomes a LoRA layer by its class, so its weight keeps its name: plans, recipes and checkpoints see a
-layer with two more parameters.
-"""
+"""Adapters put beside a model's frozen layers, found again, switched off and merged."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.dora import MAGNITUDE, DoraConv1D, DoraLinear
+from mgpu_pipe.models.adapters.low_rank import A, B, LoraConv1D, LoraLayer, LoraLinear
 from mgpu_pipe.models.plans import decoder_blocks
 
-A, B = "lora_A", "lora_B"
-"""Parameters of shapes (rank, inputs) and (outputs, rank), also beside a weight that is stored transposed."""
-ADAPTER_NAMES = (A, B)
+ADAPTER_NAMES = (A, B, MAGNITUDE)
 ADAPTER = "mgpu_adapter"
 """The attribute of a model's root module that holds the keys of its adapters."""
 ALL_LINEAR = "all-linear"
@@ -32,39 +26,19 @@ ROUTERS = ("gate", "router")
 """What linear layers that choose experts are called."""
 
 
-class LoraLayer(nn.Module):
-    """The parts that both kinds of linear layers share."""
-
-    lora_A: nn.Parameter
-    lora_B: nn.Parameter
-    lora_scale: float
-    lora_dropout: nn.Module | None
-
-    def low_rank(self, x: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds to the layer's result, of shape (..., outputs)."""
-        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
-        return F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
-
-
-class LoraLinear(LoraLayer, nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.Linear.forward(self, x) + self.low_rank(x)
-
-
-class LoraConv1D(LoraLayer, Conv1D):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = Conv1D.forward(self, x)
-        return result + self.low_rank(x)
-
-
-KINDS: dict[type, type[LoraLayer]] = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
+KINDS: dict[str, dict[type, type[LoraLayer]]] = {
+    "lora": {nn.Linear: LoraLinear, Conv1D: LoraConv1D},
+    "dora": {nn.Linear: DoraLinear, Conv1D: DoraConv1D},
+}
+"""What a linear layer becomes, by the adapter's name."""
+LINEAR = (nn.Linear, Conv1D)
 
 
 def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
     """Put an adapter beside every layer that ``keys`` target, and freeze all else but ``keys.train_also``.
 
-    Their initial values give the model's own result: A is drawn as a linear layer's weight is, B is zero. On the meta
-    device they are drawn with the other parameters.
+    Their initial values give the model's own result: A is drawn as a linear layer's weight is, all else is zero. On
+    the meta device they are drawn with the other parameters.
 
     Raises:
         ConfigError: a pattern that matches nothing, or a rank above a layer's sizes.
@@ -102,30 +76,30 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it is without its adapters, whose products count nothing inside."""
     layers = [layer for _, layer in lora_layers(model)]
-    scales = [layer.lora_scale for layer in layers]
     try:
         for layer in layers:
-            layer.lora_scale = 0.0
+            layer.adapts = False
         yield
     finally:
-        for layer, scale in zip(layers, scales, strict=True):
-            layer.lora_scale = scale
+        for layer in layers:
+            del layer.adapts
 
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add every low-rank product to the weight beside it, in place; what is left are plain layers."""
+    """Put what every adapter does into the weight beside it, in place; what is left are plain layers."""
     for _, layer in lora_layers(model):
-        product = (layer.lora_B @ layer.lora_A) * layer.lora_scale
-        layer.weight += product.t() if isinstance(layer, Conv1D) else product
-        del layer.lora_A, layer.lora_B, layer.lora_dropout
-        layer.__class__ = next(plain for plain, kind in KINDS.items() if type(layer) is kind)
+        own = {name: getattr(layer, name) for name in layer.OWN}
+        layer.rows().copy_(layer.merge(layer.rows(), layer.lora_scale, own))
+        for name in (*layer.OWN, "lora_dropout"):
+            delattr(layer, name)
+        layer.__class__ = next(plain for plain in LINEAR if isinstance(layer, plain))
     model.__dict__.pop(ADAPTER, None)
 
 
 def _targets(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     names = {module: name for name, module in model.named_modules()}
-    linear = {name: module for module, name in names.items() if type(module) in KINDS}
+    linear = {name: module for module, name in names.items() if type(module) in LINEAR}
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
         if pattern == ALL_LINEAR:
@@ -154,10 +128,5 @@ def _adapt(name: str, layer: Any, keys: PeftConfig) -> None:
     if keys.r > min(inputs, outputs):
         reason = f"{name} has {inputs} inputs and {outputs} outputs"
         raise ConfigError("peft.r", keys.r, f"use at most {min(inputs, outputs)}", reason)
-    like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-    layer.lora_A = nn.Parameter(torch.empty(keys.r, inputs, **like))
-    nn.init.kaiming_uniform_(layer.lora_A, a=math.sqrt(5))
-    layer.lora_B = nn.Parameter(torch.zeros(outputs, keys.r, **like))
-    layer.lora_scale = keys.scale
-    layer.lora_dropout = nn.Dropout(keys.dropout) if keys.dropout else None
-    layer.__class__ = KINDS[type(layer)]
+    layer.__class__ = KINDS[keys.name][type(layer)]
+    layer.adapt(keys, inputs, outputs, dtype=layer.weight.dtype, device=layer.weight.device)

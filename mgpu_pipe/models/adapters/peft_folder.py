@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, check_folder, parse_json, read_bytes
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.adapters.dora import MAGNITUDE, row_norms
+from mgpu_pipe.models.adapters.low_rank import A, B
 from mgpu_pipe.models.folder import read_header
 
 PREFIX = "base_model.model."
@@ -26,7 +30,6 @@ KEYS = (("r", "r", 8), ("alpha", "lora_alpha", 8), ("rslora", "use_rslora", Fals
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
@@ -37,11 +40,28 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 def name_in_peft(name: str) -> str:
     """What a folder of peft calls a parameter."""
-    return f"{PREFIX}{name}{'.weight' if name.rpartition('.')[2] in ('lora_A', 'lora_B') else ''}"
+    ending = {A: ".weight", B: ".weight", MAGNITUDE: "_vector"}.get(name.rpartition(".")[2], "")
+    return f"{PREFIX}{name}{ending}"
+
+
+def measures(name: str) -> str | None:
+    """The layer whose rows' lengths peft's values of this parameter hold, and ours do not; mostly None."""
+    layer, _, own = name.rpartition(".")
+    return layer if own == MAGNITUDE else None
+
+
+def lengths(model: nn.Module, layer: str, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Lengths of the frozen rows of ``layer``, or of ``weight`` in its place."""
+    module = model.get_submodule(layer)
+    assert isinstance(module.weight, torch.Tensor)
+    whole = module.weight if weight is None else weight
+    return row_norms(whole.t() if isinstance(module, Conv1D) else whole).float()
 
 
 def first_adapters(keys: PeftConfig, trained: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The values of the folder ``keys.init_from`` for the model's trained parameters, in fp32; none without a folder.
+
+    They are peft's, see :func:`measures`.
 
     Args:
         trained: whole shapes, by name.
@@ -87,6 +107,10 @@ def check_peft_folder(keys: PeftConfig) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise _refused(keys, f"give a folder with {SETTINGS} and {WEIGHTS}", reason) from error
+    dora = bool(settings.get("use_dora"))
+    if dora != (keys.name == "dora"):
+        kind = "dora" if dora else "lora"
+        raise ConfigError("peft", keys.name, f"use peft={kind}", f"the adapter of {folder} is one of {kind}")
     for name, wanted in PLAIN.items():
         if settings.get(name) not in wanted and name in settings:
             raise _refused(keys, "merge it with the peft package", f"its {name} is {settings[name]!r}")
