@@ -113,6 +113,10 @@ def _one_for_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 def _check_data(config: RunConfig) -> None:
     from mgpu_pipe.data.text.sources import check_sources
 
+    if config.data.source == "mixture":
+        from mgpu_pipe.data.text.mixture_check import check_mixture
+
+        check_mixture(config)
     if config.data.source not in FILE_SOURCES or config.data.paths:
         check_sources(config)
     if config.data.holds_conversations() and config.data.paths:

@@ -71,7 +71,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         ("source_column", ("pairs_jsonl",)),
         ("target_column", ("pairs_jsonl",)),
         ("target_len", PAIR_SOURCES),
-        ("numbers", ("number_words", "spoken_chat", "spoken_preferences")),
+        ("numbers", ("number_words", "spoken_chat", "spoken_preferences", "mixture")),
         ("synthetic", ("synthetic",)),
     ):
         if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.config.compose import Composition
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared, SampleSet
+    from mgpu_pipe.data.text.mixture import PreparedMixture
     from mgpu_pipe.data.text.preview import Part
 
 DESCRIPTION = (
@@ -46,7 +47,7 @@ def _show(config: RunConfig, count: int) -> None:
     import numpy as np
 
     from mgpu_pipe.config.objective import description
-    from mgpu_pipe.data.order import GlobalOrder
+    from mgpu_pipe.data.text.mixture import PreparedMixture
     from mgpu_pipe.data.text.preview import lengths_of, parts_of
     from mgpu_pipe.launch.preparing import prepare_data
     from mgpu_pipe.objectives.registry import objective_class
@@ -57,9 +58,11 @@ def _show(config: RunConfig, count: int) -> None:
     samples = objective.samples(prepared.complete(config), prepared.open(config, "train"))
     lengths = lengths_of(prepared)
     print_rows(_amounts(config, prepared, samples, None if lengths is None else lengths[0]), "data")
+    if isinstance(prepared, PreparedMixture):
+        print_rows(_sources(prepared), "sources")
     if lengths is not None:
         print_rows(_histogram(lengths[0]), f"tokens a {lengths[1]}")
-    order = GlobalOrder(config.seed, len(samples))
+    order = prepared.order(config, len(samples))
     indices, numbers = order.indices(0, count), np.arange(count)
     if lengths is None:
         for number, rows in enumerate(_fields(samples, indices, numbers)):
@@ -67,7 +70,7 @@ def _show(config: RunConfig, count: int) -> None:
         return
     causal = description(config.objective.name).attention == "causal"
     for number, parts in enumerate(parts_of(prepared, samples, indices, numbers, causal)):
-        print_rows([], f"sample {number}")
+        print_rows([], f"sample {number}{_of_source(prepared, indices[number])}")
         print(_shown(parts))
 
 
@@ -100,6 +103,26 @@ def _amounts(
         span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
         rows.append(("lengths", f"{span}, mean {lengths.mean():,.0f}{told}"))
     return rows
+
+
+def _sources(prepared: PreparedMixture) -> list[tuple[str, str]]:
+    """Of each source its share, its size, and how often an epoch goes through it."""
+    from mgpu_pipe.data.text.mixture_keys import SLOTS
+
+    return [
+        (
+            name,
+            f"{100 * slots / SLOTS:g}% of the samples; {part.train_samples:,} samples of {part.num_tokens:,} tokens, "
+            f"{prepared.train_samples * slots / SLOTS / part.train_samples:.2f} times an epoch",
+        )
+        for (name, slots), part in zip(prepared.slots.items(), prepared.parts, strict=True)
+    ]
+
+
+def _of_source(prepared: Prepared, index: int) -> str:
+    from mgpu_pipe.data.text.mixture import PreparedMixture
+
+    return f", of {prepared.source_of(index)}" if isinstance(prepared, PreparedMixture) else ""
 
 
 def _histogram(lengths: NDArray) -> list[tuple[str, str]]:

@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mgpu_pipe.config.plugins import FILE_SOURCES
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
+T = TypeVar("T")
 DATA = "hf://"
 SMALL = (
     "config.json",
@@ -101,25 +102,43 @@ def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
     for key, text in (("model.path", config.model.path or ""), ("data.tokenizer", data.tokenizer)):
         if (name := hub_name(text)) is not None:
             yield key, name
-    for key, paths in (("data.paths", data.paths), ("data.validation_paths", data.validation_paths)):
-        for path in paths if data.source in FILE_SOURCES else ():
-            if (name := data_name(path, key)) is not None:
-                yield key, name
+    for section, files in file_lists(data):
+        for key, paths in ((f"{section}.paths", files.paths), (f"{section}.validation_paths", files.validation_paths)):
+            for path in paths if files.source in FILE_SOURCES else ():
+                if (name := data_name(path, key)) is not None:
+                    yield key, name
+
+
+def file_lists(data: DataConfig) -> Iterator[tuple[str, Any]]:
+    """What has ``paths`` and ``validation_paths``, by its key: ``data``, and each source of a mixture."""
+    yield "data", data
+    yield from ((f"data.sources.{name}", one) for name, one in _mixed(data).items())
+
+
+def _mixed(data: DataConfig) -> dict[str, Any]:
+    return getattr(data, "sources", {}) if data.source == "mixture" else {}
+
+
+def _with_files(files: T, names: dict[str, str]) -> T:
+    lists = {name: [names.get(one, one) for one in getattr(files, name)] for name in ("paths", "validation_paths")}
+    return replace(files, **lists)  # type: ignore[type-var]  # a dataclass
 
 
 def names_files(config: RunConfig) -> bool:
     """Whether a key names a model, a tokenizer or data, which may be here or on the Hub."""
     data = config.data
-    return config.model.path is not None or data.tokenizer != "auto" or bool(data.paths or data.validation_paths)
+    files = any(one.paths or one.validation_paths for _, one in file_lists(data))
+    return config.model.path is not None or data.tokenizer != "auto" or files
 
 
 def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:
     """``config`` with other texts in the place of these names."""
     model, data = config.model, config.data
     path = None if model.path is None else names.get(model.path, model.path)
-    paths, held_out = ([names.get(one, one) for one in some] for some in (data.paths, data.validation_paths))
-    tokenizer = names.get(data.tokenizer, data.tokenizer)
-    data = replace(data, paths=paths, validation_paths=held_out, tokenizer=tokenizer)
+    data = _with_files(replace(data, tokenizer=names.get(data.tokenizer, data.tokenizer)), names)
+    if mixed := _mixed(data):
+        sources: dict[str, Any] = {name: _with_files(one, names) for name, one in mixed.items()}
+        data = replace(data, sources=sources)  # type: ignore[call-arg]  # a mixture's own key
     return replace(config, model=replace(model, path=path), data=data)
 
 

@@ -35,6 +35,7 @@ DATA_SOURCES = (
     *PAIR_SOURCES,
     "spoken_chat",
     "spoken_preferences",
+    "mixture",
     "synthetic",
     *IMAGE_SOURCES,
 )

@@ -85,7 +85,10 @@ DATA = Section(
     plugins.DATA_SOURCES,
     plugins.DATA_GROUP,
     plugins.DATA_KEYS_GROUP,
-    dict.fromkeys(plugins.IMAGE_SOURCES, "mgpu_pipe.data.image.keys:ImageConfig"),
+    {
+        **dict.fromkeys(plugins.IMAGE_SOURCES, "mgpu_pipe.data.image.keys:ImageConfig"),
+        "mixture": "mgpu_pipe.data.text.mixture_keys:MixtureConfig",
+    },
 )
 OBJECTIVE = Section(
     ObjectiveConfig, "objective.name", plugins.OBJECTIVES, plugins.OBJECTIVE_GROUP, plugins.OBJECTIVE_KEYS_GROUP

@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
-READ_NO_FILES = ("stdlib_text", "number_words", "spoken_chat", "spoken_preferences", "synthetic", "digits")
+READ_NO_FILES = ("stdlib_text", "number_words", "spoken_chat", "spoken_preferences", "mixture", "synthetic", "digits")
 NOT_FOLLOWED = (
     "the cache ($MGPU_PIPE_CACHE) knows no launch of yours that made this configuration, so the files that it names "
     "are not read"
@@ -52,7 +52,8 @@ def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
             fix = f"give data.{name}=[...] on the command line"
             errors.append(ConfigError(f"data.{name}", f"[{','.join(value)}]", fix, NOT_FOLLOWED))
     usual = type(data)()
-    for name in () if data.source in DATA_SOURCES else own_keys(type(data)):  # of a plug-in: any may name a file
+    own = data.source not in DATA_SOURCES or data.source == "mixture"  # of a plug-in: any may name a file
+    for name in own_keys(type(data)) if own else ():
         if (value := getattr(data, name)) != getattr(usual, name) and f"data.{name}" not in given:
             errors.append(ConfigError(f"data.{name}", value, f"give data.{name} on the command line", NOT_FOLLOWED))
     for name, most in LARGEST.items():

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.order import Order
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers
 from mgpu_pipe.data.step_batch import StepBatch
@@ -52,7 +52,7 @@ class TrainStepBatches:
     def __init__(
         self,
         dataset: SampleSet,
-        order: GlobalOrder,
+        order: Order,
         plan: BatchPlan,
         data_parallel_rank: int,
         start_sample: int,
@@ -196,7 +196,7 @@ def train_step_batches(
         A sized iterable. With ``data.num_workers`` above 0, loader processes work ahead; the order is the same.
     """
     dataset = view(config, prepared.open(config, "train"))
-    order = GlobalOrder(config.seed, len(dataset))
+    order = prepared.order(config, len(dataset))
     remaining = max(0, max_steps - start_sample // plan.global_batch_size)
     step_batches = TrainStepBatches(dataset, order, plan, data_parallel_rank, start_sample, remaining)
     if config.data.num_workers == 0:

@@ -7,6 +7,8 @@ So any index is computed alone, in constant memory, and every process computes t
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,13 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+class Order(Protocol):
+    """Which sample of the data set is sample ``i`` of the run."""
+
+    def indices(self, first: int, count: int) -> NDArray[np.int64]:
+        """Data set indices, shape ``(count,)``, of the run's samples ``first .. first + count - 1``."""
 
 
 class GlobalOrder:
@@ -39,11 +48,14 @@ class GlobalOrder:
         self._half = max((bits + 1) // 2, _MIN_HALF_BITS)
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
-        """Data set indices, shape ``(count,)``, of the run's samples ``first .. first + count - 1``."""
-        position = np.arange(first, first + count, dtype=np.uint64)
+        return self.at(np.arange(first, first + count))
+
+    def at(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Data set indices of the run's samples ``position``."""
+        number = position.astype(np.uint64)
         size = np.uint64(self.num_samples)
-        epoch = position // size
-        value = position % size
+        epoch = number // size
+        value = number % size
         with np.errstate(over="ignore"):
             seed = _mix(np.array([self.seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
             key = _mix(seed + (epoch + np.uint64(1)) * _GOLDEN)

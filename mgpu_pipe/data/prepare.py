@@ -11,7 +11,7 @@ from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.image import prepare as images
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text import labelled, pairs, preferences
+from mgpu_pipe.data.text import labelled, mixture, pairs, preferences
 from mgpu_pipe.data.text import prepare as text
 
 KINDS: dict[str, type[Prepared]] = {
@@ -23,6 +23,7 @@ KINDS: dict[str, type[Prepared]] = {
         pairs.PreparedPairs,
         preferences.PreparedPreferences,
         images.PreparedImages,
+        mixture.PreparedMixture,
     )
 }
 
@@ -43,6 +44,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return preferences.prepare_preferences(config, progress)
     if config.data.source in IMAGE_SOURCES:
         return images.prepare_images(config, progress)
+    if config.data.source == mixture.SOURCE:
+        return mixture.prepare_mixture(config, progress)
     return text.prepare(config, progress)
 
 

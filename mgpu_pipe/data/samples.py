@@ -8,7 +8,7 @@ No torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.order import GlobalOrder, Order
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +74,14 @@ class Prepared(ABC):
         Raises:
             ValueError: nothing is held out, and the held-out split is asked for.
         """
+
+    def order(self, config: RunConfig, samples: int) -> Order:
+        """The run's order of its ``samples`` training samples."""
+        return GlobalOrder(config.seed, samples)
+
+    def source_tokens(self, config: RunConfig) -> Callable[[int, int], dict[str, int]] | None:
+        """Of a mixture, what gives the tokens of each source in the run's samples ``first .. first + count - 1``."""
+        return None
 
     @abstractmethod
     def evaluated_samples(self) -> NDArray[np.int64]:

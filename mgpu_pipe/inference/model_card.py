@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mgpu_pipe import __version__
-from mgpu_pipe.config.hub import HubName, data_name, fetch, hub_name
+from mgpu_pipe.config.hub import HubName, data_name, fetch, file_lists, hub_name
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, parse_yaml, read_bytes
@@ -64,7 +64,7 @@ def _facts(stored: StoredModel, config: RunConfig, base: HubName | None, data: l
     else:
         start = f"random weights, seed {config.seed}"
     sets = [f"{one.repository} at commit {one.commit} ({one.files}){_licence(one)}" for one in data]
-    local = "" if sets or not config.data.paths else ", local files"
+    local = "" if sets or not any(files.paths for _, files in file_lists(config.data)) else ", local files"
     world = summary.get("world_size")
     spread = f" on {world} process{'' if world == 1 else 'es'}" if isinstance(world, int) else ""
     size = f" of {config.data.seq_len} tokens" if config.data.tokens() else ""
@@ -92,7 +92,7 @@ def _base(config: RunConfig) -> HubName | None:
 
 def _datasets(config: RunConfig) -> list[HubName]:
     """The data sets on the Hub that were trained on, each at its commit; local files are left out."""
-    names = [data_name(path) for path in config.data.paths]
+    names = [data_name(path) for _, files in file_lists(config.data) for path in files.paths]
     return [name for name in names if name is not None and name.commit]
 
 

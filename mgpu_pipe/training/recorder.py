@@ -26,6 +26,8 @@ from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, re
 from mgpu_pipe.training.progress import Progress
 
 GIB = 1 << 30
+TOKENS = "tokens/"
+"""Before a source's name: its tokens since the run's first step, a metric."""
 # Steps whose time is not counted in the run's throughput: allocator, kernels and caches warm up.
 WARM_UP_STEPS = 2
 
@@ -53,6 +55,7 @@ class StepRecorder(pl.Callback):
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
         sample: called after each closed step, on every rank; its time is not the step's.
         first_reader: checkpoint to take the run's first weights from, once there are some to write into.
+        source_tokens: of a mixture, from a step's first sample and their number to the tokens of each source.
         at_first_weights: called when the first weights are there, on every rank.
         reader: checkpoint to take weights and optimizer state from, after that.
     """
@@ -74,6 +77,7 @@ class StepRecorder(pl.Callback):
         first_reader: Any = None,
         at_first_weights: Callable[[], None] = lambda: None,
         reader: Any = None,
+        source_tokens: Callable[[int, int], dict[str, int]] | None = None,
     ) -> None:
         self._config = config
         self.max_steps = max_steps
@@ -87,6 +91,10 @@ class StepRecorder(pl.Callback):
         self._mfu = model_flops_utilisation
         self._sample = sample
         self._first_reader, self._at_first_weights, self._reader = first_reader, at_first_weights, reader
+        self._source_tokens = source_tokens
+        before = reader.state["metrics"] if reader is not None else {}
+        self._consumed = {key: int(value) for key, value in before.items() if key.startswith(TOKENS)}
+        """Tokens of each source of a mixture since the run's first step, by metric."""
         self._open: dict[str, Any] | None = None
         self._step_seconds: list[float] = []
         self._step_work: list[tuple[int, int, int]] = []
@@ -151,6 +159,7 @@ class StepRecorder(pl.Callback):
             "throughput/samples_per_s": batch.num_samples / seconds,
             "throughput/padding": batch.padding / max(batch.num_tokens, 1),
             "throughput/step_s": seconds,
+            **self._count_sources(batch),
         }
         if result.stop or not self._evaluation_due(self.step):
             self._close_step(trainer)
@@ -206,6 +215,13 @@ class StepRecorder(pl.Callback):
             "cpu_s": sum(self._cpu_seconds) / steps,
         }
 
+    def _count_sources(self, batch: StepBatch) -> dict[str, int]:
+        """The tokens of each source of a mixture so far, this step's among them."""
+        if self._source_tokens is not None:
+            for name, tokens in self._source_tokens(batch.first_sample, batch.num_samples).items():
+                self._consumed[TOKENS + name] = self._consumed.get(TOKENS + name, 0) + tokens
+        return dict(self._consumed)
+
     def _evaluation_due(self, step: int) -> bool:
         every = self._config.val_every_n_steps
         return step == self.max_steps or (every is not None and step % every == 0)
@@ -213,7 +229,7 @@ class StepRecorder(pl.Callback):
     def _close_step(self, trainer: pl.Trainer) -> None:
         assert self._open is not None
         row, self._open = self._open, None
-        self._measured = {key: row[key] for key in self._ranked if key in row}
+        self._measured = {key: row[key] for key in (*self._ranked, *self._consumed) if key in row}
         self.metrics.update(self._measured)
         due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
         if due:

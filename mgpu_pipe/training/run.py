@@ -184,6 +184,7 @@ def train(
         first_reader=first,
         at_first_weights=lambda: objective.first_weights(start) if needs_first else None,
         reader=reader,
+        source_tokens=prepared.source_tokens(config),
     )
     held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank), objective.samples)
     try:

@@ -25,6 +25,7 @@ NEEDS_MORE = {
     ("data", "preferences_jsonl"),
     ("data", "spoken_preferences"),
     ("data", "spoken_chat"),
+    ("data", "mixture"),
     ("objective", "dpo"),
     ("objective", "distill"),
     ("model", "bert_tiny"),

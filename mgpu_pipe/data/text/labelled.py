@@ -89,7 +89,7 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
         private_folder(cache)
         told = progress or no_progress
         source = _LabelledFiles(config, cache, "data.paths", told)
-        tokenizer = resolve_tokenizer(config, source.as_text(), cache, told)
+        tokenizer = resolve_tokenizer(config, [(config, source.as_text())], cache, told)
         folder = source.encoded(tokenizer)
         held = folder
         if data.validation_paths:

@@ -144,15 +144,33 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> PreparedData
     told = progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
-        return _prepare(config, cache, told)
+        opened = Opened.of(config, cache, told)
+        known = [] if opened.source is None else [(config, opened.source)]
+        return prepare_opened(opened, resolve_tokenizer(config, known, cache, told), cache, told)
 
 
-def _prepare(config: RunConfig, cache: Path, progress: Progress) -> PreparedData:
-    data = config.data
-    held_config = validation_source_config(config) if data.validation_paths else None
-    source = None if data.source == "synthetic" else open_source(config, cache, progress)
-    held_source = open_source(held_config, cache, progress, "data.validation_paths") if held_config else None
-    tokenizer = resolve_tokenizer(config, source, cache, progress)
+@dataclass(frozen=True)
+class Opened:
+    """A run's source, and that of its held-out documents where they have one of their own."""
+
+    config: RunConfig
+    source: Source | None
+    """None: ``data=synthetic``."""
+    held_config: RunConfig | None
+    held_source: Source | None
+
+    @classmethod
+    def of(cls, config: RunConfig, cache: Path, progress: Progress) -> Opened:
+        held = validation_source_config(config) if config.data.validation_paths else None
+        source = None if config.data.source == "synthetic" else open_source(config, cache, progress)
+        held_source = open_source(held, cache, progress, "data.validation_paths") if held else None
+        return cls(config, source, held, held_source)
+
+
+def prepare_opened(opened: Opened, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> PreparedData:
+    """Tokenise, split and pack."""
+    config, held_config, held_source = opened.config, opened.held_config, opened.held_source
+    data, source = config.data, opened.source
     folder = tokenise(config, source, tokenizer, cache, progress)
     train = _pack(config, folder, "train", 0.0 if held_config else data.validation_fraction, tokenizer, progress)
     if not train.samples or not train.valid_tokens:

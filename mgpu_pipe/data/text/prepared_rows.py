@@ -108,7 +108,7 @@ def prepare_rows(config: RunConfig, progress: Progress | None = None) -> RowFold
         held_config = validation_source_config(config) if data.validation_paths else None
         source = open_source(config, cache, told)
         held_source = open_source(held_config, cache, told, "data.validation_paths") if held_config else None
-        tokenizer = resolve_tokenizer(config, source, cache, told)
+        tokenizer = resolve_tokenizer(config, [(config, source)], cache, told)
         folder = tokenise(config, source, tokenizer, cache, told)
         held_folder = tokenise(held_config, held_source, tokenizer, cache, told) if held_config else folder
     fraction = float(held_folder == folder) if held_config else data.validation_fraction

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labelled import PreparedLabelled
+from mgpu_pipe.data.text.mixture import PreparedMixture
 from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
 from mgpu_pipe.data.text.preferences import PreparedPreferences
 from mgpu_pipe.data.text.prepare import PreparedData
@@ -43,6 +44,8 @@ def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
         return pairs.source_tokens + pairs.target_tokens, "pair"
     if isinstance(prepared, PreparedPreferences):
         return np.diff(TokenStore.open(prepared.folder).offsets), "pair"
+    if isinstance(prepared, PreparedMixture):
+        return np.concatenate([np.diff(TokenStore.open(part.folder).offsets) for part in prepared.parts]), "document"
     if isinstance(prepared, (PreparedData, PreparedRows)):
         return np.diff(TokenStore.open(prepared.folder).offsets), "document"
     return None

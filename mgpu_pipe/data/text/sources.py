@@ -33,7 +33,7 @@ MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
     "spoken_preferences": ("preferences", 1),
 }
 """Sources made of ``data.numbers`` by a rule: what their documents are, and how many each number gives."""
-READ_NO_PATHS = ("stdlib_text", *MADE, "synthetic", "digits")
+READ_NO_PATHS = ("stdlib_text", *MADE, "mixture", "synthetic", "digits")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from mgpu_pipe.data.text.chat import ChatTemplate
 
 _BPE_VERSION = 2
 CONVERSATIONS = ("chat", "preferences")
@@ -76,12 +79,13 @@ def model_vocab_size(model: ModelConfig) -> int | None:
 
 
 def resolve_tokenizer(
-    config: RunConfig, source: Source | None, cache: Path, progress: Progress = no_progress
+    config: RunConfig, sources: Sequence[tuple[RunConfig, Source]], cache: Path, progress: Progress = no_progress
 ) -> TokenizerInfo:
     """The tokenizer that ``data.tokenizer`` names, as a folder in ``cache``.
 
     Args:
-        source: the training documents, for ``auto``; None for ``data.source=synthetic``.
+        sources: the training documents, for ``auto``, each with the configuration that names them; none for
+            ``data.source=synthetic``.
 
     Raises:
         ConfigError, ModelFolderError: it is missing, broken, larger than the model's vocabulary, or without an
@@ -91,14 +95,14 @@ def resolve_tokenizer(
     template = chosen_template(config)
     if file is not None:
         info = _imported(config, file, template, cache)
-    elif source is None:
+    elif not sources:
         info = _built(
             cache,
             digest_of("numbers", _BPE_VERSION, _trained_vocab_size(config)),
             lambda out: tokenizer_train.write_number_tokenizer(_trained_vocab_size(config), out),
         )
     else:
-        info = _trained(config, source, template, cache, progress)
+        info = _trained(config, sources, template, cache, progress)
     _check_fits(config, info.vocab_size)
     return info
 
@@ -245,45 +249,62 @@ def _add_tokens(config: RunConfig, file: Path, special: Sequence[str]) -> None:
 
 
 def _trained(
-    config: RunConfig, source: Source, template: ChosenTemplate | None, cache: Path, progress: Progress
+    config: RunConfig,
+    sources: Sequence[tuple[RunConfig, Source]],
+    template: ChosenTemplate | None,
+    cache: Path,
+    progress: Progress,
 ) -> TokenizerInfo:
     size = _trained_vocab_size(config)
-    if source.kind == "tokens":
-        fix = "give the folder of the tokenizer that the ids come from"
-        raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
-    if source.kind in CONVERSATIONS and template is None:
-        raise no_template(config)
-    fraction = 0.0 if config.data.validation_paths else config.data.validation_fraction
+    for own, source in sources:
+        if source.kind == "tokens":
+            fix = "give the folder of the tokenizer that the ids come from"
+            raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
+        if source.kind in CONVERSATIONS and template is None:
+            raise no_template(own)
     special = () if template is None else template.special
-    chat = compiled(config, template.text) if template is not None and source.kind in CONVERSATIONS else None
-
-    def pairs(again: bool) -> Iterator[tuple[str | bytes, str]]:
-        if chat is None:
-            for document in source.documents():
-                both = document.text if document.target is None else f"{document.text}\n{document.target}"
-                yield document.split_key, both
-            return
-        for document in source.documents():
-            # The tokenizers library asks again in a thread of its own, where no limit holds: the same as before.
-            given = (document.text, document.origin, config.data.messages_column)
-            if source.kind == "preferences":
-                texts = [text for text, _ in chat.preference(*given, rendered_before=again)]
-            else:
-                texts = [chat.conversation(*given, config.data.format, rendered_before=again)[0]]
-            text = "\n".join(texts)
-            for token in special:
-                text = text.replace(token, " ")
-            yield document.split_key, text
+    kept = [0.0 if own.data.validation_paths else own.data.validation_fraction for own, _ in sources]
 
     def train(out: Path) -> None:
-        texts = tokenizer_train.training_texts(pairs(again=False), pairs(again=True), fraction, progress)
-        tokenizer_train.train_bpe(texts, size, out, special)
+        texts = []
+        for (own, source), fraction in zip(sources, kept, strict=True):
+            chat = compiled(own, template.text) if template and source.kind in CONVERSATIONS else None
+            once, twice = (_keyed_texts(own, source, chat, special, again) for again in (False, True))
+            texts.append(tokenizer_train.training_texts(once, twice, fraction, progress))
+        tokenizer_train.train_bpe(chain.from_iterable(texts), size, out, special)
         if template is not None:
             (out / TEMPLATE).write_text(template.text, encoding="utf-8")
 
-    return _built(
-        cache, digest_of("bpe", _BPE_VERSION, source.identity, fraction, size, *_of_template(template)), train
-    )
+    identity: tuple[Any, ...] = ([[source.identity, share] for (_, source), share in zip(sources, kept, strict=True)],)
+    if len(sources) == 1:
+        identity = (sources[0][1].identity, kept[0])
+    return _built(cache, digest_of("bpe", _BPE_VERSION, *identity, size, *_of_template(template)), train)
+
+
+def _keyed_texts(
+    config: RunConfig, source: Source, chat: ChatTemplate | None, special: Sequence[str], again: bool
+) -> Iterator[tuple[str | bytes, str]]:
+    """What the held-out split goes by, and the text, of every document.
+
+    Args:
+        again: the documents were gone through before; the tokenizers library asks in a thread of its own, where the
+            limits of a template do not hold.
+    """
+    if chat is None:
+        for document in source.documents():
+            both = document.text if document.target is None else f"{document.text}\n{document.target}"
+            yield document.split_key, both
+        return
+    for document in source.documents():
+        given = (document.text, document.origin, config.data.messages_column)
+        if source.kind == "preferences":
+            texts = [text for text, _ in chat.preference(*given, rendered_before=again)]
+        else:
+            texts = [chat.conversation(*given, config.data.format, rendered_before=again)[0]]
+        text = "\n".join(texts)
+        for token in special:
+            text = text.replace(token, " ")
+        yield document.split_key, text
 
 
 def _trained_vocab_size(config: RunConfig) -> int:
