@@ -80,6 +80,7 @@ def _amounts(
     import numpy as np
 
     from mgpu_pipe.config.objective import description
+    from mgpu_pipe.data.text.preview import uncounted_of
 
     every = np.arange(min(len(samples), 100_000))
     positions, padding = samples.positions(every), samples.padding(every)
@@ -101,6 +102,8 @@ def _amounts(
         cut = f"{longer:,} longer than data.seq_len={config.data.seq_len} are cut" if longer else "none is cut"
         told = "" if prepared.kind in ("pairs", "preferences") else f"; {cut}"  # pairs that are too long are refused
         span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
+        if without := uncounted_of(prepared):
+            rows.append(("no loss", f"{without:,} documents: they are empty, or nothing in them is trained"))
         rows.append(("lengths", f"{span}, mean {lengths.mean():,.0f}{told}"))
     return rows
 

@@ -163,8 +163,11 @@ def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tupl
         raise DataError(f"{path}: holds blank lines only; remove it from the data's paths")
 
 
-def json_row(line: str, origin: str) -> dict[str, Any]:
+def json_row(line: str, origin: str, *columns: str) -> dict[str, Any]:
     """One line of JSON as a mapping.
+
+    Args:
+        columns: those that will be asked for; ``meta.text`` is also the field ``text`` of the object ``meta``.
 
     Raises:
         DataError: broken JSON or not an object; names file and line.
@@ -181,6 +184,14 @@ def json_row(line: str, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin}: is JSON nested too deeply; {FIX}") from error
     if not isinstance(row, dict):
         raise DataError(f"{origin}: is a JSON {type(row).__name__}, not an object with columns; {FIX}")
+    for column in columns:
+        found: Any = row
+        for part in () if column in row else column.split("."):
+            if not isinstance(found, dict) or part not in found:
+                break
+            found = found[part]
+        else:
+            row.setdefault(column, found)
     return row
 
 
@@ -191,6 +202,20 @@ def _refuse_constant(name: str) -> NoReturn:
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
     """The error of a file without the configured column."""
     return DataError(f"{where}: has no column '{column}'; set {key} to one that is there: {', '.join(there) or 'none'}")
+
+
+def _parquet_field(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str]]:
+    """The type of a column, and the names that lead to it inside of a struct."""
+    first, *inner = [column] if column in schema.names else column.split(".")
+    if first not in schema.names:
+        raise missing_column(str(path), key, column, schema.names)
+    kind = schema.field(first).type
+    for part in inner:
+        names = [kind.field(at).name for at in range(kind.num_fields)]
+        if part not in names:
+            raise missing_column(str(path), key, column, [f"{column.rpartition('.')[0]}.{name}" for name in names])
+        kind = kind.field(names.index(part)).type
+    return kind, inner
 
 
 def parquet_rows(
@@ -206,9 +231,7 @@ def parquet_rows(
     try:
         with open_data(path, expected) as content, pyarrow.parquet.ParquetFile(content) as file:
             schema = file.schema_arrow
-            if column not in schema.names:
-                raise missing_column(str(path), key, column, schema.names)
-            kind = schema.field(column).type
+            kind, inner = _parquet_field(path, schema, column, key)
             value_type = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             if not (pyarrow.types.is_string(value_type) or pyarrow.types.is_large_string(value_type)):
                 raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
@@ -219,6 +242,8 @@ def parquet_rows(
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 for text in batch.column(0).to_pylist():
                     number += 1
+                    for part in inner:
+                        text = None if text is None else text[part]
                     if text is None:
                         raise DataError(f"{path}: row {number} has no value in column '{column}'; {FIX}")
                     yield text, f"{path}: row {number}", size * number // rows - size * (number - 1) // rows

@@ -68,7 +68,7 @@ def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
 def _in_list(path: Path, data: ImageConfig, key: str) -> Iterator[Entry]:
     if path.suffix.lower() not in LISTS:
         raise ConfigError(key, path, f"give files that end with {' or '.join(LISTS)}", "is no list of pictures")
-    for row, origin in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path):
+    for row, origin in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path, data):
         for name in ("image_column", "label_column"):
             if getattr(data, name) not in row:
                 raise files.missing_column(origin, f"data.{name}", getattr(data, name), list(row))
@@ -81,8 +81,9 @@ def _in_list(path: Path, data: ImageConfig, key: str) -> Iterator[Entry]:
         yield Entry(picture, label_of(row, data.label_column, origin), origin)
 
 
-def _json_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    return ((files.json_row(line, origin), origin) for line, origin, _ in files.read_lines(path))
+def _json_rows(path: Path, data: ImageConfig) -> Iterator[tuple[Mapping[str, Any], str]]:
+    columns = (data.image_column, data.label_column)
+    return ((files.json_row(line, origin, *columns), origin) for line, origin, _ in files.read_lines(path))
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -107,7 +107,7 @@ class ChatTemplate:
         Raises:
             DataError: broken JSON, wrong messages, or messages that the template refuses; names file and line.
         """
-        row = json_row(line, origin)
+        row = json_row(line, origin, column)
         messages = messages_of(row, origin, column, form)
         return self._spans_within_limits(messages, row, origin, len(line), rendered_before)
 
@@ -119,7 +119,7 @@ class ChatTemplate:
         Args:
             column: as of :func:`preference_of`.
         """
-        row = json_row(line, origin)
+        row = json_row(line, origin, column)
         both = preference_of(row, origin, column)
         return [self._spans_within_limits(one, row, origin, len(line), rendered_before) for one in both]
 

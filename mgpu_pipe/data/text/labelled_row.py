@@ -30,10 +30,10 @@ def row_of(data: DataConfig, line: str, origin: str, size: int = 0) -> Row:
     Raises:
         DataError: it is broken, lacks a column, or holds something else there.
     """
-    row = files.json_row(line, origin)
     keys = {"text_column": data.text_column, "label_column": data.label_column}
     if data.second_text_column is not None:
         keys["second_text_column"] = data.second_text_column
+    row = files.json_row(line, origin, *keys.values())
     for key, column in keys.items():
         if column not in row:
             raise files.missing_column(origin, f"data.{key}", column, list(row))

@@ -179,11 +179,11 @@ def valid_tokens(packs: Packs, loss_mask: NDArray[np.uint8] | None) -> Ints:
     pieces = packs.pieces
     count = pieces.length - 1 + pieces.continues
     if loss_mask is not None:
-        count = _masked_counts(pieces.start + 1, count, loss_mask)
+        count = masked_counts(pieces.start + 1, count, loss_mask)
     return np.add.reduceat(count, packs.offsets[:-1])
 
 
-def _masked_counts(first: Ints, count: Ints, mask: NDArray[np.uint8]) -> Ints:
+def masked_counts(first: Ints, count: Ints, mask: NDArray[np.uint8]) -> Ints:
     """The sum of ``mask[first[i] : first[i] + count[i]]`` for each ``i``, read in the file's order."""
     order = np.argsort(first, kind="stable")
     edges = np.empty(2 * len(first), np.int64)

@@ -13,6 +13,7 @@ from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labelled import PreparedLabelled
 from mgpu_pipe.data.text.mixture import PreparedMixture
+from mgpu_pipe.data.text.packing import masked_counts
 from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
 from mgpu_pipe.data.text.preferences import PreparedPreferences
 from mgpu_pipe.data.text.prepare import PreparedData
@@ -49,6 +50,23 @@ def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
     if isinstance(prepared, (PreparedData, PreparedRows)):
         return np.diff(TokenStore.open(prepared.folder).offsets), "document"
     return None
+
+
+def uncounted_of(prepared: Prepared) -> int:
+    """Training and held-out documents of packed text in which the loss counts nothing: no more than their end, or no
+    answer that is trained."""
+    parts = prepared.parts if isinstance(prepared, PreparedMixture) else (prepared,)
+    stores = [TokenStore.open(part.folder) for part in parts if isinstance(part, PreparedData)]
+    return sum(int((_counted(store) == 0).sum()) for store in stores)
+
+
+def _counted(store: TokenStore) -> NDArray[np.int64]:
+    """Labels of each document that count; its first token is none."""
+    count = np.diff(store.offsets) - 1
+    if store.loss_mask is not None:
+        some = count > 0
+        count[some] = masked_counts(store.offsets[:-1][some] + 1, count[some], store.loss_mask)
+    return count
 
 
 def parts_of(

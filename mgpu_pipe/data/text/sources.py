@@ -184,15 +184,18 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
     if data.source == "labelled_jsonl":
         row_of(data, line, origin)
         return
-    row = files.json_row(line, origin)
+    names = {
+        "pairs_jsonl": ("source_column", "target_column"),
+        **dict.fromkeys(("chat_jsonl", "preferences_jsonl"), ("messages_column",)),
+    }.get(data.source, ("text_column",))
+    row = files.json_row(line, origin, *(getattr(data, name) for name in names))
     if data.source == "chat_jsonl":
         messages_of(row, origin, data.messages_column, data.format)
         return
     if data.source == "preferences_jsonl":
         preference_of(row, origin, data.messages_column)
         return
-    names = {"pairs_jsonl": ("source_column", "target_column")}
-    for name in names.get(data.source, ("text_column",)):
+    for name in names:
         column = getattr(data, name)
         if column not in row:
             raise files.missing_column(origin, f"data.{name}", column, list(row))
@@ -266,12 +269,12 @@ def _whole_file(path: Path, expected: Fingerprint) -> Iterator[Document]:
 
 def _jsonl(path: Path, column: str, expected: Fingerprint) -> Iterator[Document]:
     for line, origin, size in files.read_lines(path, expected):
-        yield Document(_text_of(files.json_row(line, origin), "data.text_column", column, origin), origin, size)
+        yield Document(_text_of(files.json_row(line, origin, column), "data.text_column", column, origin), origin, size)
 
 
 def _pairs_jsonl(path: Path, data: DataConfig, expected: Fingerprint) -> Iterator[Document]:
     for line, origin, size in files.read_lines(path, expected):
-        row = files.json_row(line, origin)
+        row = files.json_row(line, origin, data.source_column, data.target_column)
         source = _text_of(row, "data.source_column", data.source_column, origin)
         target = _text_of(row, "data.target_column", data.target_column, origin)
         for column, text in ((data.source_column, source), (data.target_column, target)):
@@ -282,7 +285,7 @@ def _pairs_jsonl(path: Path, data: DataConfig, expected: Fingerprint) -> Iterato
 
 def _preferences_jsonl(path: Path, column: str, expected: Fingerprint) -> Iterator[Document]:
     for line, origin, size in files.read_lines(path, expected):
-        chosen, _ = preference_of(files.json_row(line, origin), origin, column)
+        chosen, _ = preference_of(files.json_row(line, origin, column), origin, column)
         yield Document(line, origin, size, key=prompt_of(chosen))
 
 

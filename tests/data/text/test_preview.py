@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +12,16 @@ import pytest
 from tokenizers import Tokenizer
 
 from mgpu_pipe.cli import main
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.data.loader import train_step_batches
+from mgpu_pipe.data.prepare import prepare as prepare_any
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.prepare import prepare
-from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.data.text.preview import parts_of, uncounted_of
+from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.objectives.registry import objective_class
+from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config, sentences, write_jsonl
 
 ROWS = [{"prompt": sentences(n, 4), "completion": f"No. {n}! " + sentences(-n, 1 + n % 9)} for n in range(40)]
@@ -93,6 +101,65 @@ def test_the_verb_shows_every_kind(
         assert f"\n{word}" in f"\n{out}", word
     assert expected in out and "sample 2" not in out
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("kind", ["chat", "text", "masked", "mixture"])
+def test_what_is_marked_is_what_the_first_step_is_trained_on(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the verb's words to the labels of the first step's micro-batches, on both of two processes."""
+    monkeypatch.setenv("MGPU_PIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "chat.jsonl", ROWS)
+    # Shorter than a sample: a cut text's last label is the first word of another sample.
+    write_jsonl(tmp_path / "text.jsonl", [{"meta": {"text": sentences(n, 5)}} for n in range(90)])
+    chat = ["data=chat_jsonl", "data.paths=[chat.jsonl]", "data.chat_template=chatml"]
+    text = ["data=jsonl", "data.paths=[text.jsonl]", "data.text_column=meta.text"]
+    words = {
+        "chat": ["model=llama_tiny", *chat],
+        "text": ["model=llama_tiny", *text],
+        "masked": ["model=bert_tiny", "objective=masked_lm", *text],
+        "mixture": [
+            "model=llama_tiny",
+            "data=mixture",
+            "data.chat_template=chatml",
+            "data.sources={a: {source: chat_jsonl, paths: [chat.jsonl]}, "
+            "b: {paths: [text.jsonl], text_column: meta.text}}",
+        ],
+    }[kind]
+    words += ["data.seq_len=64", "data.global_batch_size=4", "data.validation_fraction=0"]
+    assert main(["data", *words, "--samples", "4"]) == 0
+    shown = re.split(r"(?m)^sample \d.*\n\n", capsys.readouterr().out)[1:]
+    marked = ["".join(re.findall("\u00bb([^\u00ab]*)\u00ab", sample)) for sample in shown]
+    run = compose(words)[0]
+    prepared = prepare_any(run)
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
+    view, trained = objective_class(run.objective.name).samples, []
+    for rank in range(2):
+        step_batch = next(
+            iter(train_step_batches(prepared.complete(run), prepared, BatchPlan(4, 2, 1), rank, 0, 1, view))
+        )
+        rows = [row for batch in step_batch.micro_batches for row in batch["labels"]]
+        trained += [row[row != IGNORE_INDEX].tolist() for row in rows]
+    assert step_batch.loss_denominator == sum(map(len, trained)) > 0
+    assert marked == [tokenizer.decode(labels, skip_special_tokens=False) for labels in trained]
+
+
+def test_documents_without_loss_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MGPU_PIPE_CACHE", str(tmp_path / "cache"))
+    path = write_jsonl(tmp_path / "text.jsonl", [{"text": sentences(n, 5) if n % 4 else ""} for n in range(40)])
+    assert main(["data", "model=llama_tiny", "data=jsonl", f"data.paths=[{path}]", "--samples", "1"]) == 0
+    assert "no loss   10 documents: they are empty" in capsys.readouterr().out
+    prepared = prepare(config(tmp_path, source="jsonl", paths=[str(path)]))
+    assert uncounted_of(prepared) == 10
+    store = TokenStore.open(prepared.folder)
+    mask = np.ones(len(store.tokens), np.uint8)
+    first, last = int(store.offsets[1]), int(store.offsets[2])
+    mask[first + 1 : last] = 0  # the first token of a document is nobody's label
+    monkeypatch.setattr(TokenStore, "open", lambda folder: replace(store, loss_mask=mask))
+    assert uncounted_of(prepared) == 11
 
 
 def test_a_wrong_line_is_named(

@@ -6,6 +6,7 @@ import os
 import re
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.fingerprint import fingerprints
+from mgpu_pipe.data.text.labelled_row import row_of
 from mgpu_pipe.data.text.prepare import prepare
 from mgpu_pipe.data.text.sources import check_sources, open_source, source_names
 from mgpu_pipe.data.text.token_store import TokenStore
@@ -76,6 +78,41 @@ def test_jsonl_and_parquet_read_the_named_column(tmp_path: Path) -> None:
         assert _texts(run, tmp_path) == texts
         opened = open_source(run, tmp_path / "cache")
         assert sum(document.size for document in opened.documents()) == opened.size
+
+
+def test_a_column_may_be_a_field_of_an_object(tmp_path: Path) -> None:
+    texts = ["first", "second"]
+    rows = [{"meta": {"body": {"text": text}, "id": 1}, "id": 2} for text in texts]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for source in ("jsonl", "parquet"):
+        run = config(tmp_path, source=source, paths=[str(tmp_path / f"a.{source}")], text_column="meta.body.text")
+        check_sources(run)
+        assert _texts(run, tmp_path) == texts
+    write_jsonl(tmp_path / "b.jsonl", [{"meta.text": "whole name", "meta": {"text": "path"}}])
+    run = config(tmp_path, source="jsonl", paths=[str(tmp_path / "b.jsonl")], text_column="meta.text")
+    assert _texts(run, tmp_path) == ["whole name"]
+    write_jsonl(tmp_path / "pairs.jsonl", [{"in": {"text": "a"}, "out": {"text": "b"}}])
+    run = config(tmp_path, source="pairs_jsonl", paths=[str(tmp_path / "pairs.jsonl")])
+    run.data.source_column, run.data.target_column = "in.text", "out.text"
+    (pair,) = open_source(run, tmp_path / "cache").documents()
+    check_sources(run)
+    assert (pair.text, pair.target) == ("a", "b")
+    line = '{"in": {"text": "a"}, "out": {"class": 3}}'
+    assert row_of(replace(run.data, text_column="in.text", label_column="out.class"), line, "x:1").label == "3"
+    for path in ("meta.body.words", "meta.text", "id.text"):
+        run = config(tmp_path, source="jsonl", paths=[str(tmp_path / "a.jsonl")], text_column=path)
+        _refusal(run, rf"a\.jsonl:1: has no column '{path}'; set data\.text_column to one")
+    run = config(tmp_path, source="parquet", paths=[str(tmp_path / "a.parquet")], text_column="meta.body.words")
+    _refusal(
+        run, r"no column 'meta\.body\.words'; set data\.text_column to .*: meta\.body\.text", also_by_preflight=False
+    )
+    message = {"role": "assistant", "content": "hello"}
+    write_jsonl(tmp_path / "chat.jsonl", [{"log": {"turns": [{"role": "user", "content": "hi"}, message]}}])
+    chat = config(tmp_path, source="chat_jsonl", paths=[str(tmp_path / "chat.jsonl")], chat_template="plain")
+    chat.data.messages_column = "log.turns"
+    check_sources(chat)
+    assert prepare(replace(chat, data=replace(chat.data, validation_fraction=0.0))).train_tokens == 3
 
 
 def _compressed(path: Path, parts: int = 1) -> bytes:
