@@ -84,8 +84,8 @@ class DataConfig:
     """Files or globs (text_files, parquet, and all sources named jsonl); also of a data set on the Hub,
     hf://datasets/<org>/<name>[@revision]/<file or glob>."""
     text_column: str = "text"
-    """Name of the text field (jsonl, parquet, labelled_jsonl); meta.text, here and where other fields are named, is also
-    the field text of the object meta."""
+    """Name of the text field (jsonl, parquet, labelled_jsonl); meta.text, here and where other fields are named, is the
+    field text of the object meta too."""
     second_text_column: str | None = None
     """Name of the second text's field, where a sample is a pair (labelled_jsonl)."""
     label_column: str = "label"
