@@ -117,6 +117,9 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if peft.init_from is not None and config.model.path is None:
         fix = "give the model that they were trained on by model=hf model.path=<folder>"
         errors.append(ConfigError("peft.init_from", peft.init_from, fix, "the adapters belong to a model's weights"))
+    if peft.init_from is not None and "experts" in peft.targets:
+        reason = "peft names adapters of packed experts by their order"
+        errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
     if config.objective.name == "sequence_classification" and not peft.train_also:
         fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
         errors.append(ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained"))

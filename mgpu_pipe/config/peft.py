@@ -21,7 +21,7 @@ class PeftConfig:
     """Share of the product's inputs that is dropped in training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
     """Names or patterns of linear layers, such as q_proj or model.layers.0.*; all-linear: all in the blocks, routers
-    left out."""
+    left out; experts: the weights of a mixture's experts."""
     train_also: list[str] = field(default_factory=list)
     """Patterns of parameter names (*, ?, [...]) that are trained as they are, such as *norm.weight."""
 

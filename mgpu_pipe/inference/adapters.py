@@ -13,7 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.tensor_file import Entry, write_tensor_file
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.models.adapters.lora import adapter_of, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.adapters.lora import EXPERTS, adapter_of, is_adapter, lora_layers, merge_adapters
+from mgpu_pipe.models.adapters.low_rank import as_rows
 from mgpu_pipe.models.adapters.peft_folder import SETTINGS, WEIGHTS, lengths, measures, name_in_peft
 from mgpu_pipe.models.fields import class_of
 
@@ -32,20 +33,21 @@ def merged(stored: StoredModel) -> StoredModel:
 
     ``stored``'s own model is changed.
     """
-    layers = {
-        f"{name}.weight": (type(layer), layer.lora_scale, isinstance(layer, Conv1D))
+    weights = {
+        f"{name}.{weight}": (layer, {one: f"{name}.{own}" for one, own in names.items()}, layer.merge)
         for name, layer in lora_layers(stored.model)
+        for weight, names in layer.adapted().items()
     }
+    scale = adapter_of(stored.model).scale
     merge_adapters(stored.model)
 
     def read(name: str, dtype: torch.dtype) -> torch.Tensor:
-        if name not in layers:
+        if name not in weights:
             return stored.read(name, dtype)
-        kind, scale, transposed = layers[name]
-        own = {one: stored.read(name.removesuffix("weight") + one, torch.float32) for one in kind.OWN}
-        weight = stored.read(name, torch.float32)
-        whole = kind.merge(weight.t() if transposed else weight, scale, own)
-        return (whole.t() if transposed else whole).to(dtype)
+        layer, names, merge = weights[name]
+        own = {one: stored.read(adapter, torch.float32) for one, adapter in names.items()}
+        whole = merge(as_rows(layer, stored.read(name, torch.float32)), scale, own)
+        return as_rows(layer, whole).to(dtype)
 
     return replace(stored, read=read)
 
@@ -59,6 +61,8 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
     """
     model, keys = stored.model, adapter_of(stored.model)
     layers = lora_layers(model)
+    if EXPERTS in keys.targets:
+        raise BadInputError("--adapter: peft names adapters of packed experts by their order; use --merge")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     modules = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
     whole = {f"{name}.{one}" for name in modules for one, _ in model.get_submodule(name).named_parameters()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from mgpu_pipe.models.adapters.experts import LoraExperts
+from mgpu_pipe.models.adapters.lora import is_adapter
+from mgpu_pipe.models.adapters.low_rank import A, B
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit
 from mgpu_pipe.parallel.tensor_cut import TensorCut
@@ -15,7 +18,8 @@ def cut_experts(cut: TensorCut, sequence: SequenceSplit | None, streams: RankStr
         if alone:
             cut.left_alone |= {cut.parameters.name(p) for p in experts.parameters()}
             continue
-        parameters = dict(experts.named_parameters(recurse=False))
+        parameters = {n: p for n, p in experts.named_parameters(recurse=False) if not is_adapter(n)}
+        adapted = experts.adapted() if isinstance(experts, LoraExperts) else {}
         styles = {attribute: cut.plan.get(f"{name}.{attribute}") for attribute in parameters}
         transposed = bool(getattr(experts, "is_transposed", False))
         if getattr(experts, "has_bias", False) and None in styles.values():
@@ -25,9 +29,13 @@ def cut_experts(cut: TensorCut, sequence: SequenceSplit | None, streams: RankStr
         width = min((parameters[one].shape[inputs] for one, style in styles.items() if style == "row"), default=0)
         for attribute, parameter in parameters.items():
             style = styles[attribute]
+            own = adapted.get(attribute, {})
             if style == "row":
                 dim = parameter.dim() + inputs
                 cut.parameters.cut(experts, attribute, dim, cut.even(name, parameter.shape[dim]))
+                if own:
+                    cut.parameters.cut(experts, own[A], 2, cut.even(name, parameter.shape[dim]))
+                    cut.sum_gradient(getattr(experts, own[B]))
             elif style == "once":
                 cut.sum_gradient(parameter)
             elif style in ("column", "packed"):
@@ -39,6 +47,9 @@ def cut_experts(cut: TensorCut, sequence: SequenceSplit | None, streams: RankStr
                 fused = fused and bool(getattr(experts, "is_concatenated", True))
                 ranges = cut.even(name, parameter.shape[dim], 2 if fused else 1)
                 cut.parameters.cut(experts, attribute, dim, ranges)
+                if own:
+                    cut.parameters.cut(experts, own[B], 1, ranges)
+                    cut.sum_gradient(getattr(experts, own[A]))
         block = cut.modules[name.rpartition(".")[0]]
         shared = [attribute for attribute, style in styles.items() if style == "once"]
         experts_parallel(block, getattr(block, "gate", None), experts, cut.group, sequence, shared)

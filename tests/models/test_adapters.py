@@ -14,6 +14,7 @@ from mgpu_pipe.models.adapters.dora import row_norms
 from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter, lora_layers, merge_adapters, without_adapters
 from mgpu_pipe.models.adapters.peft_folder import measures, name_in_peft
 from mgpu_pipe.models.build import build_meta, materialise
+from tests.models.tiny import tiny_model
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
 KEYS = PeftConfig(name="lora", r=4, alpha=12.0, rslora=True)
@@ -115,6 +116,89 @@ def test_routers_experts_and_the_head_are_left_alone() -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+EXPERTS = PeftConfig(name="lora", r=4, alpha=12.0, targets=["experts"])
+
+
+def test_adapters_of_experts_are_those_of_peft() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    ours = adapted("mixtral", EXPERTS)
+    stock: Any = materialise(build_meta(MODELS["mixtral"]), 3, "cpu").double()
+    stock.set_experts_implementation("eager")
+    both = ["experts.gate_up_proj", "experts.down_proj"]
+    theirs = get_peft_model(stock, LoraConfig(r=4, lora_alpha=12, target_modules=[], target_parameters=both)).double()
+    named = dict(theirs.named_parameters())
+    pairs = {}
+    for name, parameter in ours.named_parameters():
+        if is_adapter(name):
+            layer, _, own = name.rpartition(".")
+            weight, one = own.rsplit("_lora_", 1)
+            depth = next(d for d in range(3) if _wraps(theirs.get_submodule(_inside(layer, d)), weight))
+            pairs[name] = named[f"{_inside(layer, depth)}.lora_{one}.default.weight"]
+            pairs[name].data.copy_(_as_peft(parameter.data, one))
+    assert len(pairs) == 8
+    loss, truth = loss_of(ours), loss_of(theirs)
+    loss.backward()
+    truth.backward()
+    torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
+    for name, parameter in ours.named_parameters():
+        if name in pairs:
+            assert parameter.grad is not None
+            gradient = _as_peft(parameter.grad, name[-1])
+            torch.testing.assert_close(gradient, pairs[name].grad, rtol=1e-10, atol=1e-13)
+    merge_adapters(ours)
+    ours.set_experts_implementation("eager")
+    torch.testing.assert_close(loss_of(ours), truth, rtol=1e-12, atol=0)
+    assert type(ours.model.layers[0].mlp.experts) is type(build_meta(MODELS["mixtral"]).model.layers[0].mlp.experts)
+
+
+def _inside(layer: str, depth: int) -> str:
+    return f"base_model.model.{layer}{'.base_layer' * depth}"
+
+
+def _wraps(module: Any, weight: str) -> bool:
+    return bool(getattr(module, "parameter_name", None) == weight)
+
+
+def _as_peft(value: torch.Tensor, one: str) -> torch.Tensor:
+    """(experts, rank, inputs) and (experts, outputs, rank) as peft's matrices."""
+    return value.flatten(0, 1) if one == "A" else value.permute(1, 2, 0).flatten(1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_of_other_forms_are_as_when_merged(family: str) -> None:
+    """gpt_oss stores its weights transposed, with biases and a gate of its own. Oracle: transformers' own experts."""
+    model: Any = build_meta(tiny_model(family))
+    add_adapters(model, replace(EXPERTS, targets=["all-linear", "experts"]))
+    model = materialise(model, 3, "cpu").double()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    ids = batch()
+    adapted_logits = model(input_ids=ids, use_cache=False).logits
+    merge_adapters(model)
+    model.set_experts_implementation("eager")
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, adapted_logits, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_experts_in_fp32_and_without_tokens_are_as_in_float64(rank: int) -> None:
+    """Ranks that torch's grouped product takes, and one that it does not."""
+    model = adapted("mixtral", replace(EXPERTS, r=rank))
+    experts = model.model.layers[0].mlp.experts
+    hidden = torch.randn(10, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    chosen, weights = torch.tensor([[0, 2]] * 10), torch.full((10, 2), 0.5, dtype=torch.float64)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        experts.to(dtype)
+        parameters = [p for p in experts.parameters() if p.requires_grad]
+        result = experts(hidden.to(dtype), chosen, weights.to(dtype))
+        found.append([result, *torch.autograd.grad(result.square().sum(), parameters)])
+    for exact, rounded in zip(*found, strict=True):
+        torch.testing.assert_close(rounded.double(), exact, rtol=1e-4, atol=1e-6)
+    assert all(float(g[1].abs().sum()) == 0 for g in found[1][1:]), "expert 1 had no tokens"
+
+
 def test_what_is_trained_besides() -> None:
     model = build_meta(MODELS["llama"])
     add_adapters(model, PeftConfig(name="lora", r=2, targets=["q_proj", "model.layers.0.mlp.*"], train_also=["*norm*"]))
@@ -133,6 +217,7 @@ def test_what_is_trained_besides() -> None:
         ({"targets": ["q_porj"]}, "peft.targets=q_porj: matches nothing in the model; did you mean q_proj?"),
         ({"targets": []}, r"peft.targets=\[\]: no linear layer is targeted; use \[all-linear\]"),
         ({"r": 4096}, "peft.r=4096: model.layers.0.self_attn.q_proj has .* inputs and .* outputs; use at most"),
+        ({"targets": ["experts"]}, "peft.targets=experts: the model has no packed weights of experts; leave it out"),
         ({"train_also": ["nrom"]}, "peft.train_also=nrom: matches nothing"),
     ],
 )

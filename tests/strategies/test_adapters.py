@@ -32,9 +32,16 @@ STRATEGIES = {
     "ep": ParallelDims(dp_shard=2, ep=2),
     "tp2 x pp2": ParallelDims(tp=2, pp=2),
 }
-KINDS = {"DoRA": PeftConfig(name="dora", r=4, alpha=64.0)}
+KINDS = {
+    "DoRA": PeftConfig(name="dora", r=4, alpha=64.0),
+    "LoRA, experts": PeftConfig(name="lora", r=4, alpha=64.0, targets=["all-linear", "experts"]),
+}
 MODELS = ("llama", "qwen3", "gpt2", "mixtral")
-CELLS = [cell for cell in product(STRATEGIES, KINDS, MODELS) if cell[0] != "ep" or cell[2] == "mixtral"]
+CELLS = [
+    (strategy, kind, model)
+    for strategy, kind, model in product(STRATEGIES, KINDS, MODELS)
+    if (strategy != "ep" and "experts" not in kind) or model == "mixtral"
+]
 
 
 def case_of(strategy: str, kind: str, model: str) -> Case:
@@ -46,6 +53,8 @@ def case_of(strategy: str, kind: str, model: str) -> Case:
 
 def is_sampled(strategy: str, kind: str, model: str) -> bool:
     turn = list(STRATEGIES).index(strategy) + list(KINDS).index(kind)
+    if "experts" in kind:
+        return strategy in ("ddp", "fsdp", "tp", "ep")
     return MODELS[turn % len(MODELS)] == model or strategy == "ep"
 
 

@@ -28,9 +28,9 @@ class DoraLayer(LoraLayer):
     norm_group: dist.ProcessGroup | None = None
     """The ranks that each hold some inputs of the weight's rows."""
 
-    def adapt(self, keys: PeftConfig, inputs: int, outputs: int, **like: Any) -> None:
-        super().adapt(keys, inputs, outputs, **like)
-        self.lora_magnitude = nn.Parameter(torch.zeros(outputs, **like))
+    def adapt(self, keys: PeftConfig) -> None:
+        super().adapt(keys)
+        self.lora_magnitude = nn.Parameter(torch.zeros_like(self.lora_B[:, 0]))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         plain = super().product(x)

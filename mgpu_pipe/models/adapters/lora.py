@@ -15,17 +15,18 @@ from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import MAGNITUDE, DoraConv1D, DoraLinear
-from mgpu_pipe.models.adapters.low_rank import A, B, LoraConv1D, LoraLayer, LoraLinear
+from mgpu_pipe.models.adapters.experts import adapted_class, packs_experts
+from mgpu_pipe.models.adapters.low_rank import A, Adapted, B, LoraConv1D, LoraLayer, LoraLinear
 from mgpu_pipe.models.plans import decoder_blocks
 
 ADAPTER_NAMES = (A, B, MAGNITUDE)
 ADAPTER = "mgpu_adapter"
 """The attribute of a model's root module that holds the keys of its adapters."""
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""The target that is the packed weights of experts."""
 ROUTERS = ("gate", "router")
 """What linear layers that choose experts are called."""
-
-
 KINDS: dict[str, dict[type, type[LoraLayer]]] = {
     "lora": {nn.Linear: LoraLinear, Conv1D: LoraConv1D},
     "dora": {nn.Linear: DoraLinear, Conv1D: DoraConv1D},
@@ -47,7 +48,7 @@ def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
         return
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for name, layer in _targets(model, keys.targets):
+    for name, layer in _targets(model, keys):
         _adapt(name, layer, keys)
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in keys.train_also:
@@ -64,12 +65,12 @@ def adapter_of(model: nn.Module) -> PeftConfig:
 
 def is_adapter(name: str) -> bool:
     """Whether that is the name of an adapter's parameter."""
-    return name.rpartition(".")[2] in ADAPTER_NAMES
+    return name.rpartition(".")[2].endswith(ADAPTER_NAMES)
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers that have an adapter, by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    """The modules that have adapters, by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Adapted)]
 
 
 @contextmanager
@@ -89,27 +90,35 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def merge_adapters(model: nn.Module) -> None:
     """Put what every adapter does into the weight beside it, in place; what is left are plain layers."""
     for _, layer in lora_layers(model):
-        own = {name: getattr(layer, name) for name in layer.OWN}
-        layer.rows().copy_(layer.merge(layer.rows(), layer.lora_scale, own))
-        for name in (*layer.OWN, "lora_dropout"):
+        adapted = layer.adapted()
+        for weight, names in adapted.items():
+            rows = layer.rows(weight)
+            rows.copy_(layer.merge(rows, layer.lora_scale, {one: getattr(layer, own) for one, own in names.items()}))
+        for name in (*(own for names in adapted.values() for own in names.values()), "lora_dropout"):
             delattr(layer, name)
-        layer.__class__ = next(plain for plain in LINEAR if isinstance(layer, plain))
+        layer.__class__ = type(layer).__bases__[-1]
     model.__dict__.pop(ADAPTER, None)
 
 
-def _targets(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    names = {module: name for name, module in model.named_modules()}
-    linear = {name: module for module, name in names.items() if type(module) in LINEAR}
+def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
+    modules = dict(model.named_modules())
+    inside = {id(part) for block in decoder_blocks(model) for part in block.modules()}
+    linear = [name for name, module in modules.items() if type(module) in LINEAR]
     chosen: dict[str, nn.Module] = {}
-    for pattern in patterns:
+    for pattern in keys.targets:
         if pattern == ALL_LINEAR:
-            inside = {names[part] for block in decoder_blocks(model) for part in block.modules()}
-            matched = [name for name in linear if name in inside and name.rpartition(".")[2] not in ROUTERS]
+            matched = [n for n in linear if id(modules[n]) in inside and n.rpartition(".")[2] not in ROUTERS]
+        elif pattern == EXPERTS:
+            matched = [name for name, module in modules.items() if packs_experts(module)]
+            if not matched:
+                raise ConfigError("peft.targets", EXPERTS, "leave it out", "the model has no packed weights of experts")
+            if keys.name == "dora":
+                raise ConfigError("peft.targets", EXPERTS, "use peft=lora", "DoRA is for single layers")
         else:
-            matched = _matching("peft.targets", pattern, list(linear))
-        chosen.update({name: linear[name] for name in matched})
+            matched = _matching("peft.targets", pattern, linear)
+        chosen.update({name: modules[name] for name in matched})
     if not chosen:
-        raise ConfigError("peft.targets", list(patterns), f"use [{ALL_LINEAR}]", "no linear layer is targeted")
+        raise ConfigError("peft.targets", list(keys.targets), f"use [{ALL_LINEAR}]", "no linear layer is targeted")
     return list(chosen.items())
 
 
@@ -122,11 +131,14 @@ def _matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
     return matched
 
 
-def _adapt(name: str, layer: Any, keys: PeftConfig) -> None:
-    rows, columns = layer.weight.shape
-    inputs, outputs = (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
-    if keys.r > min(inputs, outputs):
-        reason = f"{name} has {inputs} inputs and {outputs} outputs"
-        raise ConfigError("peft.r", keys.r, f"use at most {min(inputs, outputs)}", reason)
-    layer.__class__ = KINDS[keys.name][type(layer)]
-    layer.adapt(keys, inputs, outputs, dtype=layer.weight.dtype, device=layer.weight.device)
+def _adapt(name: str, module: Any, keys: PeftConfig) -> None:
+    plain: Any = type(module)
+    module.__class__ = KINDS[keys.name].get(plain) or adapted_class(plain)
+    for weight in module.adapted():
+        outputs, inputs = module.rows(weight).shape[-2:]
+        if keys.r > min(inputs, outputs):
+            reason = f"{name} has {inputs} inputs and {outputs} outputs"
+            raise ConfigError("peft.r", keys.r, f"use at most {min(inputs, outputs)}", reason)
+    module.lora_scale = keys.scale
+    module.lora_dropout = nn.Dropout(keys.dropout) if keys.dropout else None
+    module.adapt(keys)

@@ -21,31 +21,55 @@ A, B = "lora_A", "lora_B"
 """Parameters of shapes (rank, inputs) and (outputs, rank), also beside a weight that is stored transposed."""
 
 
-class LoraLayer(nn.Module):
-    """The parts that all adapted linear layers share."""
+class Adapted(nn.Module):
+    """A module with adapters, whose class tells what kind they are and is the module's own class besides."""
+
+    lora_scale: float
+    lora_dropout: nn.Module | None
+    adapts: bool = True
+    """Off: the module is as it is without its adapters."""
+
+    def adapted(self) -> dict[str, dict[str, str]]:
+        """For each adapted weight the names of its adapter's parameters, by what they are."""
+        raise NotImplementedError
+
+    def adapt(self, keys: PeftConfig) -> None:
+        """Give the module, whose class is this one already, its adapters, which change nothing yet."""
+        raise NotImplementedError
+
+    def rows(self, name: str = "weight") -> torch.Tensor:
+        """A frozen weight as (..., outputs, inputs)."""
+        return as_rows(self, getattr(self, name))
+
+    @classmethod
+    def merge(cls, rows: torch.Tensor, scale: float, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The weight (..., outputs, inputs) that gives by itself what ``rows`` gives with the adapter ``own``."""
+        return rows + (own[B] @ own[A]) * scale
+
+
+def as_rows(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` as (..., outputs, inputs) from the form in which ``module`` stores it, and back."""
+    return weight.mT if isinstance(module, Conv1D) or module.__dict__.get("is_transposed") else weight
+
+
+class LoraLayer(Adapted):
+    """What all adapted linear layers share."""
 
     OWN: tuple[str, ...] = (A, B)
     """Names of the adapter's parameters."""
     lora_A: nn.Parameter
     lora_B: nn.Parameter
-    lora_scale: float
-    lora_dropout: nn.Module | None
-    adapts: bool = True
-    """Off: the layer is as it is without its adapter."""
 
-    def adapt(self, keys: PeftConfig, inputs: int, outputs: int, **like: Any) -> None:
-        """Give the layer, whose class is this one already, its adapter, which changes nothing yet."""
+    def adapted(self) -> dict[str, dict[str, str]]:
+        return {"weight": {name: name for name in self.OWN}}
+
+    def adapt(self, keys: PeftConfig) -> None:
+        weight = self.rows()
+        like: Any = {"dtype": weight.dtype, "device": weight.device}
+        outputs, inputs = weight.shape
         self.lora_A = nn.Parameter(torch.empty(keys.r, inputs, **like))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.lora_B = nn.Parameter(torch.zeros(outputs, keys.r, **like))
-        self.lora_scale = keys.scale
-        self.lora_dropout = nn.Dropout(keys.dropout) if keys.dropout else None
-
-    def rows(self) -> torch.Tensor:
-        """The frozen weight as (outputs, inputs)."""
-        weight: Any = self.weight
-        rows: torch.Tensor = weight.t() if isinstance(self, Conv1D) else weight
-        return rows
 
     def low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """What the adapter adds, of shape (..., outputs)."""
@@ -56,11 +80,6 @@ class LoraLayer(nn.Module):
         """The layer's result without its bias."""
         plain = F.linear(x, self.rows())
         return plain + self.low_rank(x) if self.adapts else plain
-
-    @classmethod
-    def merge(cls, rows: torch.Tensor, scale: float, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The weight (outputs, inputs) that gives by itself what ``rows`` gives with the adapter ``own``."""
-        return rows + (own[B] @ own[A]) * scale
 
 
 class LoraLinear(LoraLayer, nn.Linear):

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, check_folder, parse_json, read_bytes
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import MAGNITUDE, row_norms
-from mgpu_pipe.models.adapters.low_rank import A, B
+from mgpu_pipe.models.adapters.low_rank import A, B, as_rows
 from mgpu_pipe.models.folder import read_header
 
 PREFIX = "base_model.model."
@@ -55,7 +54,7 @@ def lengths(model: nn.Module, layer: str, weight: torch.Tensor | None = None) ->
     module = model.get_submodule(layer)
     assert isinstance(module.weight, torch.Tensor)
     whole = module.weight if weight is None else weight
-    return row_norms(whole.t() if isinstance(module, Conv1D) else whole).float()
+    return row_norms(as_rows(module, whole)).float()
 
 
 def first_adapters(keys: PeftConfig, trained: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
