@@ -10,6 +10,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.layout import Layout, fragments, layouts_of, unsharded_shape
 from mgpu_pipe.models.parts import local_tensor
+from mgpu_pipe.parallel.weight_average import EMA
 
 
 def tensor_shards(name: str, tensor: torch.Tensor, layout: Layout | None = None) -> list[LocalShard]:
@@ -124,7 +125,7 @@ def create_optimizer_state(
         state = optimizer.state[parameter]
         for key, (shape, dtype) in by_parameter.get(name, {}).items():
             if shape == unsharded_shape(parameter, layout) and shape != ():
-                dtype = parameter.dtype if dtype == (weights or {}).get(name) else dtype
+                dtype = parameter.dtype if key != EMA and dtype == (weights or {}).get(name) else dtype
                 state[key] = torch.zeros_like(local_tensor(parameter), dtype=dtype, requires_grad=False)
             else:
                 # torch keeps step counters on the host unless the step itself runs on the device.

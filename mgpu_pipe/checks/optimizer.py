@@ -36,6 +36,10 @@ Findings = Mapping[str, Any]
 def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     """What is wrong with ``optimizer``, given sizes that are right."""
     optimizer = config.optimizer
+    if optimizer.ema.decay is not None and config.strategy.offload == "nvme":
+        fix = "use strategy=zero3_cpu, or leave it out"
+        reason = "strategy.offload=nvme has a weight in memory during its own update only"
+        return [ConfigError("optimizer.ema.decay", optimizer.ema.decay, fix, reason)]
     target, name = optimizer._target_, torchs_own(optimizer._target_)
     if name == "Muon":
         reason = "it takes matrices alone, and a model has other parameters"

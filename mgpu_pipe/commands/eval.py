@@ -69,7 +69,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if baseline is not None:
             print(f"{'unigram':<{width}}{baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)")
     print(f"{'over':<{width}}{result.counted} {told.counts} of {result.samples} held-out samples, in fp32")
-    print(f"{'weights':<{width}}{run.source}")
+    print(f"{'weights':<{width}}{'the average of ' if arguments.weights == 'ema' else ''}{run.source}")
 
 
 def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:

@@ -43,7 +43,8 @@ def _export(arguments: argparse.Namespace) -> None:
     quiet()
     from mgpu_pipe.inference.adapters import has_adapters
 
-    run = open_model(folder, arguments.frozen_weights)
+    run = open_model(folder, arguments.frozen_weights, arguments.weights == "ema")
+    of = "the average of " if arguments.weights == "ema" else ""
     option = "--adapter" if arguments.adapter else "--merge" if arguments.merge else None
     if option is not None and not has_adapters(run):
         raise BadInputError(f"{option}: {run.source} has no adapters; leave the option out")
@@ -54,7 +55,7 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f'load it: peft.PeftModel.from_pretrained(base, "{out}"), where base is {run.maker or "its base model"}')
     else:
         what = "adapters merged; " if merges else ""
-        print(f"exported {run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)")
+        print(f"exported {of}{run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)")
         print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
     if run.tokenizer_folder is None:
         print("no tokenizer was kept beside the weights; add the one it was trained with")

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map as tree_map
 PRIVATE = (
     "torch:_foreach_norm",
     "torch:_foreach_mul_",
+    "torch:_foreach_lerp_",
     "torch:_C._current_graph_task_id",
     "torch.cuda:_is_in_bad_fork",
     "torch:Tensor._is_view",
@@ -68,6 +69,13 @@ def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def foreach_multiply(tensors: list[torch.Tensor], factor: float) -> None:
     """Scale plain tensors of one device in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def foreach_lerp(tensors: list[torch.Tensor], to: list[torch.Tensor], share: float) -> None:
+    """Move plain tensors a share of the way to others, in place, in the type of each."""
+    same = [target.to(tensor.dtype) for tensor, target in zip(tensors, to, strict=True)]
+    if same:
+        torch._foreach_lerp_(tensors, same, share)
 
 
 def in_backward_pass() -> bool:

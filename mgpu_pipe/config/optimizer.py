@@ -23,6 +23,12 @@ class ParameterGroup:
 
 
 @dataclass
+class WeightAverageConfig:
+    decay: float | None = field(default=None, metadata={"above": 0, "below": 1, "or": ", or null to keep none"})
+    """After each step the average is this times itself and the rest of the new weights; null keeps none."""
+
+
+@dataclass
 class OptimizerConfig:
     _target_: str = "torch.optim.AdamW"
     """Any subclass of torch.optim.Optimizer."""
@@ -37,6 +43,9 @@ class OptimizerConfig:
     else is at the top (arXiv:2003.10555). Not of groups with a rate of their own."""
     groups: dict[str, ParameterGroup] = field(default_factory=dict)
     """Parameters with a learning rate, weight decay or start of their own, by a name of your choice."""
+    ema: WeightAverageConfig = field(default_factory=WeightAverageConfig)
+    """A moving average of the weights, kept and saved beside them; --weights ema of eval, export, generate and chat
+    takes it."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer (betas, eps, momentum, ...)."""
 

@@ -25,6 +25,9 @@ def parser_of(verb: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--frozen-weights", type=Path, metavar="FOLDER", help="model folder whose weights the checkpoint leaves out"
     )
+    parser.add_argument(
+        "--weights", choices=["trained", "ema"], default="trained", help="ema: their average (optimizer.ema)"
+    )
     return parser
 
 
@@ -62,7 +65,7 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 def open_run(arguments: argparse.Namespace) -> LoadedRun:
     folder, device = folder_of(arguments), device_of(arguments.device)
     quiet()
-    return load_run(folder, device, arguments.frozen_weights)
+    return load_run(folder, device, arguments.frozen_weights, arguments.weights == "ema")
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:

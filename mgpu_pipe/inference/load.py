@@ -89,21 +89,26 @@ class StoredModel:
     """As of :class:`LoadedRun`."""
 
 
-def load_run(path: Path | str, device: torch.device | str = "cpu", frozen: Path | None = None) -> LoadedRun:
+def load_run(
+    path: Path | str, device: torch.device | str = "cpu", frozen: Path | None = None, average: bool = False
+) -> LoadedRun:
     """Open a run's folder (its newest whole step), a step's folder, or a Hugging Face folder.
 
     Args:
         frozen: the model folder of the frozen weights that a step leaves out; None: where the user's own step says.
+        average: take the average of the weights (``optimizer.ema``) in their place.
 
     Raises:
-        BadInputError: the folder is none of these; of its kinds, CheckpointError for a damaged step and
-            ModelFolderError for a model folder that is not whole.
+        BadInputError: the folder is none of these, or holds no average that is asked for; of its kinds, CheckpointError
+            for a damaged step and ModelFolderError for a model folder that is not whole.
     """
     folder = existing_folder(path)
     if (folder / "config.json").is_file():
         _refuse_frozen(frozen, folder)
+        if average:
+            raise _no_average(folder)
         return _load_model_folder(folder, device)
-    return _load_checkpoint(folder, device, frozen)
+    return _load_checkpoint(folder, device, frozen, average)
 
 
 def existing_folder(path: Path | str) -> Path:
@@ -130,20 +135,41 @@ def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
     return LoadedRun(model, folder, _tokenizer_folder(folder), None, None)
 
 
-def _load_checkpoint(folder: Path, device: torch.device | str, frozen: Path | None) -> LoadedRun:
+def _load_checkpoint(folder: Path, device: torch.device | str, frozen: Path | None, average: bool) -> LoadedRun:
     from mgpu_pipe.models.build import materialise_empty
 
-    stored, reader = _open_checkpoint(folder, frozen)
+    stored, reader = _open_checkpoint(folder, frozen, average)
     model = materialise_empty(stored.model, "cpu")
     parameters = dict(model.named_parameters())
-    reader.read([_whole(name, parameter.data) for name, parameter in parameters.items()], "model")
+    averages = averages_of(reader) if average else {}
+    weights = [_whole(name, parameter.data) for name, parameter in parameters.items() if name not in averages]
+    reader.read(weights, "model")
+    reader.read([_whole(averages[name], p.data) for name, p in parameters.items() if name in averages], "optimizer")
     for name in reader.left_out.names if reader.left_out is not None else ():
         parameters[name].data.copy_(stored.read(name, parameters[name].dtype))
     model.to(device)  # type: ignore[arg-type]
     return LoadedRun(model.eval(), stored.source, stored.tokenizer_folder, stored.config, stored.step, stored.own)
 
 
-def open_model(path: Path | str, frozen: Path | None = None) -> StoredModel:
+def averages_of(reader: CheckpointReader) -> dict[str, str]:
+    """The names under which a step has averages of weights, by weight; those that were never updated have none.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    from mgpu_pipe.parallel.weight_average import EMA
+
+    found = {name.removesuffix(f"/{EMA}"): name for name in reader.names("optimizer") if name.endswith(f"/{EMA}")}
+    if not found:
+        raise _no_average(reader.folder)
+    return found
+
+
+def _no_average(folder: Path) -> BadInputError:
+    return BadInputError(f"--weights=ema: {folder} holds no average of weights; train with optimizer.ema.decay=0.999")
+
+
+def open_model(path: Path | str, frozen: Path | None = None, average: bool = False) -> StoredModel:
     """Open what :func:`load_run` opens, without holding its weights; those of a Hugging Face folder are held.
 
     Raises:
@@ -151,8 +177,10 @@ def open_model(path: Path | str, frozen: Path | None = None) -> StoredModel:
     """
     folder = existing_folder(path)
     if not (folder / "config.json").is_file():
-        return _open_checkpoint(folder, frozen)[0]
+        return _open_checkpoint(folder, frozen, average)[0]
     _refuse_frozen(frozen, folder)
+    if average:
+        raise _no_average(folder)
     from mgpu_pipe.models.build import build_meta
 
     loaded = _load_model_folder(folder, "cpu")
@@ -170,7 +198,7 @@ def read_from(model: PreTrainedModel) -> ReadTensor:
     return read
 
 
-def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, CheckpointReader]:
+def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[StoredModel, CheckpointReader]:
     """A step's weights, read on demand: every chunk is checked when it is read."""
     import torch
 
@@ -191,6 +219,7 @@ def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, Ch
     with at_most(len(reader.names("model"))):
         model = run_model(config)
     base = _frozen_weights(reader, config, own, frozen)
+    averages = averages_of(reader) if average else {}
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
     model = _with_buffers(model)
@@ -204,7 +233,10 @@ def _open_checkpoint(folder: Path, frozen: Path | None) -> tuple[StoredModel, Ch
         if reader.left_out is not None and stored_as[name] in reader.left_out.names:
             return base[stored_as[name]].to(dtype)
         tensor = torch.empty(reader.shape(stored_as[name]), dtype=dtype)
-        reader.read([_whole(stored_as[name], tensor)], "model")
+        if stored_as[name] in averages:
+            reader.read([_whole(averages[stored_as[name]], tensor)], "optimizer")
+        else:
+            reader.read([_whole(stored_as[name], tensor)], "model")
         return tensor
 
     tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)

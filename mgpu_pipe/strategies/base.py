@@ -17,6 +17,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.weight_average import WeightAverage
 from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims
 
@@ -48,6 +49,8 @@ class EngineStrategy(ParallelStrategy):
         super().__init__(cluster_environment=ExistingWorld())
         self.dims = dims
         self._device = device
+        self.average = WeightAverage()
+        """Of the weights, kept in the optimizer's state; whoever makes the strategy says how."""
 
     @classmethod
     @abstractmethod

@@ -294,7 +294,8 @@ class DeepSpeedStrategy(EngineStrategy):
         """Lightning's hooks, then DeepSpeed's update."""
         result = closure()
         after_closure(self, self.objective, optimizer)
-        self.state.update(self.engine.step, self._unused)
+        with self.average.updated(self.state.optimizer, self.state.masters()):
+            self.state.update(self.engine.step, self._unused)
         return result
 
     def zero_gradients(self) -> None:

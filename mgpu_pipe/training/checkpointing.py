@@ -29,6 +29,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
+from mgpu_pipe.parallel.weight_average import EMA
 
 _log = logging.getLogger(__name__)
 
@@ -330,7 +331,9 @@ def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
 
 def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
     """Fill this rank's optimizer state from a checkpoint, whichever strategy wrote it."""
-    stored = {name: (reader.shape(name), reader.dtype(name)) for name in reader.names("optimizer")}
+    left = () if strategy.average.decay is not None else (f"/{EMA}",)  # what this run does not keep
+    names = [name for name in reader.names("optimizer") if not name.endswith(left)]
+    stored = {name: (reader.shape(name), reader.dtype(name)) for name in names}
     weights = {name: reader.dtype(name) for name in reader.names("model")}
     strategy.create_optimizer_state(stored, weights)
     strategy.restore_entries(reader.state)

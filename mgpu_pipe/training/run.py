@@ -169,6 +169,7 @@ def train(
         dropout_seed=config.seed if uses_dropout(model) else None,
         stop_requested=lambda: stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s),
     )
+    strategy.average.decay = config.optimizer.ema.decay
     recorder = StepRecorder(
         config.trainer,
         max_steps=max_steps,
