@@ -1,5 +1,7 @@
 """Every shipped experiment, whole, as a user starts it: what it reaches on held-out data, and how long it takes.
 
+The recipes for clusters of GPUs are left out.
+
 ``make demos``, or ``python -m benchmarks.demos NAME ...`` for some of them.
 """
 
@@ -13,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.support import finish
+from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.runs.metrics_file import read_metrics
 
@@ -40,5 +43,7 @@ def demo(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or sorted(file.stem for file in EXPERIMENTS.glob("*.yaml")):
-        demo(chosen)
+    names = sorted(file.stem for file in EXPERIMENTS.glob("*.yaml"))
+    for chosen in sys.argv[1:] or names:
+        if chosen in sys.argv or compose([f"experiment={chosen}"])[0].trainer.accelerator != "cuda":
+            demo(chosen)

@@ -83,7 +83,7 @@ def plan(composition: Composition) -> Plan:
     from mgpu_pipe.launch.composed import notices_of
     from mgpu_pipe.report.overview import overview
 
-    told = notices_of(composition)
+    told = notices_of(composition, elsewhere=True)
     return Plan(composition.config, tuple(overview(composition.config, composition.own)), tuple(told))
 
 

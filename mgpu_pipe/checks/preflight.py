@@ -13,8 +13,9 @@ from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
 from mgpu_pipe.checks.values import relation_errors, value_errors
+from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES
-from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
 from mgpu_pipe.topology import ParallelDims
@@ -41,13 +42,13 @@ class Check:
     last: bool = False
 
 
-def checks(alone: Sequence[str] = ()) -> list[Check]:
-    """All of them, in order; ``alone`` as in :func:`preflight`."""
+def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
+    """All of them, in order; arguments as of :func:`preflight`."""
     return [
         Check(value_errors, composed=False),
         Check(_raising(check_model), ("model",), composed=False),
         Check(_raising(_check_data), ("data",), composed=False),
-        Check(lambda config: relation_errors(config, joined=joined())),
+        Check(lambda config: relation_errors(config, joined(), elsewhere)),
         Check(numerics_errors),
         Check(peft_errors, ("peft", "objective", "strategy")),
         Check(lambda config: run_folder_errors(config, alone)),
@@ -60,33 +61,37 @@ def checks(alone: Sequence[str] = ()) -> list[Check]:
     ]
 
 
-def preflight(config: RunConfig, alone: Sequence[str] = ()) -> list[Notice]:
+def preflight(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False) -> list[Notice]:
     """Check a run: keys, sizes, model, data, folders.
 
     Args:
         alone: the words that start this run, for the commands that errors name.
+        elsewhere: nothing is started here; a machine without a GPU checks a run on GPUs for another one.
 
     Raises:
         ConfigErrors: everything that is wrong, together.
     """
-    errors = preflight_errors(config, alone=alone)
+    errors = preflight_errors(config, alone=alone, elsewhere=elsewhere)
     if errors:
         raise ConfigErrors(errors)
-    return notices(config)
+    told = notices(config)
+    if elsewhere and config.launch.type == "local" and device_type(config) == "cuda" and not usable_gpus():
+        told.append(Notice("trainer.accelerator", "torch can use no GPU here: this is checked for another machine"))
+    return told
 
 
 def preflight_errors(
-    config: RunConfig, known: Sequence[BadInputError] = (), alone: Sequence[str] = ()
+    config: RunConfig, known: Sequence[BadInputError] = (), alone: Sequence[str] = (), elsewhere: bool = False
 ) -> list[BadInputError]:
     """All errors of ``config``, those that are ``known`` first.
 
     Args:
         known: errors of composing it; the keys they name hold defaults.
-        alone: as in :func:`preflight`.
+        alone, elsewhere: as of :func:`preflight`.
     """
     errors = list(known)
     misread = {section_of(error) for error in known}
-    for check in checks(alone):
+    for check in checks(alone, elsewhere):
         wrong = misread if not check.composed else {section_of(error) for error in errors}
         if wrong.intersection(check.sections) or (check.composed and known) or (check.last and errors):
             continue

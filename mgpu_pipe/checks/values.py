@@ -42,14 +42,15 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
     ]
 
 
-def relation_errors(config: RunConfig, joined: bool = False) -> list[BadInputError]:
+def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = False) -> list[BadInputError]:
     """Keys that contradict one another, or this machine.
 
     Args:
         joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
+        elsewhere: a run on GPUs may be meant for another machine than this one without any.
     """
     return [
-        *_device_errors(config, joined),
+        *_device_errors(config, joined, elsewhere),
         *_length_errors(config),
         *_schedule_errors(config),
         *_held_out_errors(config),
@@ -160,11 +161,13 @@ def _attention_errors(config: RunConfig) -> list[ConfigError]:
     return [ConfigError("model.attn_implementation", attention, fix, "the package flash-attn is not installed")]
 
 
-def _device_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
+def _device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[ConfigError]:
     trainer = config.trainer
     if device_type(config) == "cpu" or (config.launch.type != "local" and not joined):
         return []  # of a job, its nodes tell
     gpus = usable_gpus()
+    if gpus == 0 and elsewhere:
+        return []
     if gpus == 0:
         fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
         return [ConfigError("trainer.accelerator", trainer.accelerator, fix, "torch can use no GPU here")]

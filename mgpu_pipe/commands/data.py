@@ -37,7 +37,7 @@ def data(words: list[str]) -> int:
     options, rest = parser.parse_known_args(words)
 
     def job(composition: Composition) -> int:
-        _show(checked(composition), options.samples)
+        _show(checked(composition, elsewhere=True), options.samples)
         return EXIT_OK
 
     return composed("data", DESCRIPTION, rest, job)

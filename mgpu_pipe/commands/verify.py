@@ -20,7 +20,7 @@ def verify(words: list[str]) -> int:
     from mgpu_pipe.launch.composed import checked, composed
 
     def job(composition: Composition) -> int:
-        config = checked(composition)
+        config = checked(composition, elsewhere=True)
         from mgpu_pipe.verify.driver import verify
 
         return verify(config, composition.overrides)

@@ -125,17 +125,18 @@ def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
 
 
-def checked(composition: Composition, *, joins: bool = False) -> RunConfig:
+def checked(composition: Composition, *, joins: bool = False, elsewhere: bool = False) -> RunConfig:
     """The configuration, everything about it that can be known checked; notices go to stderr.
 
     Args:
         joins: whether this process trains next, as a rank where there is a world; then the others hear of an error
             that they did not look for.
+        elsewhere: as of :func:`mgpu_pipe.checks.preflight.preflight`.
 
     Raises:
         ConfigErrors: everything wrong with it.
     """
-    tell(notices_of(composition, joins=joins))
+    tell(notices_of(composition, joins=joins, elsewhere=elsewhere))
     return composition.config
 
 
@@ -170,11 +171,12 @@ def _base_run(composition: Composition, command: Sequence[str]) -> LaunchResult:
     return launched(composition, command)
 
 
-def notices_of(composition: Composition, *, joins: bool = False) -> list[Notice]:
+def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool = False) -> list[Notice]:
     """What is worth knowing of a configuration that can run. Names on the Hub become names at a commit.
 
     Args:
         joins: as of :func:`checked`.
+        elsewhere: as of :func:`mgpu_pipe.checks.preflight.preflight`.
 
     Raises:
         ConfigErrors: everything wrong with it.
@@ -186,7 +188,7 @@ def notices_of(composition: Composition, *, joins: bool = False) -> list[Notice]
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
     if not names_files(composition.config):
-        return preflight(composition.config, alone)
+        return preflight(composition.config, alone, elsewhere)
     from mgpu_pipe.runs.hub_names import pin
 
     pinned = pin(composition.config)
@@ -196,7 +198,7 @@ def notices_of(composition: Composition, *, joins: bool = False) -> list[Notice]
     try:
         if pinned.errors:
             raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
-        return [*(Notice(key, text) for key, text in pinned.told), *preflight(composition.config, alone)]
+        return [*(Notice(key, text) for key, text in pinned.told), *preflight(composition.config, alone, elsewhere)]
     except MgpuError as error:
         if joins and pinned.others_wait:
             from mgpu_pipe.launch.join import refuse_alone

@@ -190,6 +190,8 @@ def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):
     gpus(0)
     with pytest.raises(ConfigErrors, match="torch can use no GPU here"):
         preflight(compose(["trainer.accelerator=cuda"])[0])
+    told = preflight(compose(["trainer.accelerator=cuda"])[0], elsewhere=True)
+    assert [notice.key for notice in told] == ["trainer.accelerator"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ PUBLISHED = {
 def test_every_option_composes(group: str, option: str):
     config, _ = compose([f"{group}={option}"])
     if (group, option) not in NEEDS_MORE:
-        preflight(config)
+        preflight(config, elsewhere=True)
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -1,0 +1,49 @@
+"""The recipes of real size: their configuration passes, and a small copy of each is the run of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_pipe import cli
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.conf_folders import conf_dir
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+EIGHT = ("trainer.num_nodes=1", "trainer.devices=8")
+RECIPES = {
+    "llama3_8b_lora_8gpu": ("trainer.devices=2",),
+    "llama3_70b_megatron": (*EIGHT, "strategy.tp=2", "strategy.pp=2"),
+    "qwen3_30b_a3b_sft_ep": ("trainer.num_nodes=1", "trainer.devices=4", "strategy.ep=2"),
+    "qwen3_8b_sft_fsdp": ("trainer.devices=4",),
+}
+"""With fewer processes, on the same axes."""
+
+
+def test_every_recipe_is_here() -> None:
+    experiments = [file.stem for file in (conf_dir() / "experiment").glob("*.yaml")]
+    assert set(RECIPES) == {
+        name for name in experiments if compose([f"experiment={name}"])[0].trainer.accelerator == "cuda"
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_machine_without_gpus_checks_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", f"experiment={name}", "trainer.accelerator=cuda"]) == 0
+    assert "precision   bf16 (auto)" in capsys.readouterr().out
+
+
+def verified(overrides: list[str]) -> list[tuple[str, bool]]:
+    from mgpu_pipe.verify.bounds import worst_of
+    from mgpu_pipe.verify.comparison import compare
+
+    return [(one.quantity, one.passed) for one in worst_of(compare(small_run(*overrides)))]
+
+
+@pytest.mark.parametrize(
+    "name", [name if "lora" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES]
+)
+def test_a_small_copy_of_it_is_one_process(name: str) -> None:
+    overrides = [f"experiment={name}", *RECIPES[name]]
+    found = run_processes(compose(overrides)[0].trainer.devices, verified, overrides)[0]
+    assert dict(found) == dict.fromkeys(["initial weights", "loss", "gradient norm", "gradient", "weights"], True)
