@@ -175,6 +175,10 @@ class ObjectiveConfig:
         """What the objective cannot do with the other keys of the run."""
         return []
 
+    def started_from(self, run: Path) -> Self | None:
+        """These keys with the run of ``run.starts_from``; None where it gives the run its first weights instead."""
+        return None
+
     def tokenizer_errors(self, folder: Path) -> list[ConfigError]:
         """What the objective cannot do with the run's tokenizer, which is in ``folder``."""
         return []

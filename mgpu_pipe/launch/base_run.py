@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigErrors
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.compose import Composition
@@ -38,6 +39,9 @@ def with_base(
 
     Returns:
         What became of that run, where it did not finish.
+
+    Raises:
+        ConfigErrors: what the objective refuses of that run.
     """
     config = composition.config
     if config.run.starts_from is None:
@@ -48,7 +52,12 @@ def with_base(
     result = run(base, ["mgpu-pipe", *words])
     if result.status != "finished":
         return result
-    tokenizer = str(Path(RunPaths(result.folder).tokenizer).absolute())
-    checkpoint = replace(config.checkpoint, init_from=str(result.folder.absolute()))
-    composition.config = replace(config, checkpoint=checkpoint, data=replace(config.data, tokenizer=tokenizer))
+    folder = result.folder.absolute()
+    objective, checkpoint = config.objective.started_from(folder), config.checkpoint
+    if objective is None:
+        objective, checkpoint = config.objective, replace(checkpoint, init_from=str(folder))
+    elif refused := objective.model_errors(model_fields(config)):
+        raise ConfigErrors(refused)
+    data, own = replace(config.data, tokenizer=str(RunPaths(folder).tokenizer)), replace(config.run, starts_from=None)
+    composition.config = replace(config, run=own, objective=objective, checkpoint=checkpoint, data=data)
     return composition

@@ -92,6 +92,7 @@ class Objective(pl.LightningModule, ABC):
     Attributes:
         evaluated: the metrics of the last evaluation, by key.
         found: what it found besides, for the summary and the report; JSON.
+        gathers: whether :meth:`micro_batch_loss` gathers from other ranks by itself; then all call it equally often.
         description: what code without torch knows of it.
     """
 
@@ -112,6 +113,7 @@ class Objective(pl.LightningModule, ABC):
         self._sums: torch.Tensor | None = None
         self.evaluated: dict[str, float] = {}
         self.found: dict[str, Any] = {}
+        self.gathers = False
 
     @classmethod
     def from_config(

@@ -1,13 +1,12 @@
 """Distillation: a student learns a teacher's distribution over the next token, mixed with the labels.
 
-The teacher is whole on each process that computes a loss, frozen, and sees the same packed rows. Of each model only the
-hidden states before its head exist whole; see :mod:`mgpu_pipe.objectives.divergence`.
+The teacher sees the same packed rows. Of each model only the hidden states before its head exist whole; see
+:mod:`mgpu_pipe.objectives.divergence`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,24 +14,19 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import Self
 
-from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.build import materialise, run_model
-from mgpu_pipe.models.pretrained import load_pretrained
-from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.objectives.distill_keys import DESCRIPTION, DRAWN, DistillConfig
+from mgpu_pipe.objectives.distill_keys import DESCRIPTION, DistillConfig
 from mgpu_pipe.objectives.divergence import Teaching, linear_distillation, token_divergences
 from mgpu_pipe.objectives.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs
+from mgpu_pipe.objectives.teacher import Teacher
+from mgpu_pipe.parallel.vocabulary import VocabularyShard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-HALF = {"bf16": torch.bfloat16, "bf16_true": torch.bfloat16, "fp16": torch.float16}
 
 
 class DistillObjective(Objective):
@@ -40,7 +34,6 @@ class DistillObjective(Objective):
 
     Args:
         keys: ``objective.*``.
-        teacher: whole, on any device; it is frozen.
     """
 
     description = DESCRIPTION
@@ -53,20 +46,21 @@ class DistillObjective(Objective):
         optimizer_factory: Any,
         learning_rate: LearningRate,
         keys: DistillConfig,
-        teacher: PreTrainedModel,
+        teacher: Teacher,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._keys = keys
         self._loss = TokenLoss(model, keys.loss_chunk_tokens)
-        # In a tuple: as a module of this one it would be trained, saved and sharded with the student.
-        self._teacher = (teacher.eval().requires_grad_(False), _Hidden(teacher))
+        # No module of this one: it would be trained, saved and sharded with the student.
+        self._teacher = teacher
+        self.gathers = teacher.gathers
 
     @classmethod
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(DistillConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys, _teacher(config, keys))
+        return cls(model, optimizer_factory, learning_rate, keys, Teacher(config, keys))
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._taught(batch)[0]
@@ -77,21 +71,19 @@ class DistillObjective(Objective):
 
     def _taught(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of a micro-batch, and the two sums that it is made of."""
-        labels, (teacher, hidden) = batch["labels"], self._teacher
-        teacher.to(labels.device)
-        teaching = Teaching(self._keys, hidden.of(forward_kwargs(teacher, batch)), hidden.head.weight, hidden.head.bias)
-        loss = self._loss.instead(
-            self.model_inputs(batch),
-            labels,
-            partial(_of_head, teaching=teaching),
-            partial(_of_logits, teaching=teaching),
-        )
+        with self._teacher.taught(batch) as teaching:
+            loss = self._loss.instead(
+                self.model_inputs(batch),
+                batch["labels"],
+                partial(_of_head, teaching=teaching),
+                partial(_of_logits, teaching=teaching),
+            )
         assert teaching.sums is not None
         return loss, teaching.sums
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """By whole logits of both models, and the divergences' definitions."""
-        teacher, keys, labels = self._teacher[0], self._keys, batch["labels"]
+        teacher, keys, labels = self._teacher.whole, self._keys, batch["labels"]
         counts = labels != IGNORE_INDEX
         logits = forward(**forward_kwargs(model, batch)).logits[counts].float()
         with torch.no_grad():
@@ -107,65 +99,16 @@ class DistillObjective(Objective):
         return Reference((1 - share) * of_labels + share * keys.temperature**2 * divergence)
 
 
-class _Hidden:
-    """A model that gives the hidden states before its head."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self.head = model, model.get_output_embeddings()
-        self._kept: torch.Tensor | None = None
-        plain_forward = self.head.forward
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            if self._kept is None:
-                return cast(torch.Tensor, plain_forward(hidden))
-            self._kept = hidden
-            return plain_forward(hidden[:, -1:])
-
-        self.head.forward = forward
-
-    @torch.no_grad()
-    def of(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """(rows, seq_len, width), or under flash attention all rows laid end to end."""
-        self._kept = torch.empty(0)
-        try:
-            self._model(**inputs)
-            return self._kept
-        finally:
-            self._kept = None
-
-
-def _teacher(config: RunConfig, keys: DistillConfig) -> PreTrainedModel:
-    """Raises:
-    ConfigError: the model changes its logits after its head.
-    """
-    if keys.teacher == DRAWN:
-        teacher = materialise(run_model(replace(config, peft=type(config.peft)())), config.seed + 1, "cpu")
-    else:
-        source = ModelConfig(path=keys.teacher, config={}, attn_implementation=config.model.attn_implementation)
-        teacher = load_pretrained(source, "cpu", model_class=DESCRIPTION.model_class)
-    teacher.config.use_cache = False
-    fix_rotary_length(teacher, config.data.seq_len)
-    ids = torch.arange(2).unsqueeze(0)
-    with torch.no_grad():
-        logits, head = teacher.eval()(input_ids=ids).logits, cast(Any, teacher.get_output_embeddings())
-        hidden = _Hidden(teacher).of({"input_ids": ids})
-    if not torch.allclose(logits, F.linear(hidden, head.weight, head.bias), rtol=1e-4, atol=1e-5):
-        reason = f"{type(teacher).__name__} changes its logits after the head"
-        raise ConfigError("objective.teacher", keys.teacher, "use a teacher of another family", reason)
-    cast(torch.nn.Module, teacher).to(HALF.get(resolve_precision(config), torch.float32))
-    return teacher
-
-
 def _of_head(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     chunk_tokens: int | str,
-    shard: None,
+    shard: VocabularyShard | None,
     teaching: Teaching,
 ) -> torch.Tensor:
-    return linear_distillation(hidden, weight, bias, labels, chunk_tokens, teaching)
+    return linear_distillation(hidden, weight, bias, labels, chunk_tokens, teaching, shard)
 
 
 def _of_logits(logits: torch.Tensor, labels: torch.Tensor, teaching: Teaching) -> torch.Tensor:

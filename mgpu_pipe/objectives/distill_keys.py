@@ -9,16 +9,23 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.checkpoint.integrity import read_state
+from mgpu_pipe.checkpoint.manifest import read_manifest
+from mgpu_pipe.checkpoint.select import resolve_source
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
-from mgpu_pipe.errors import ConfigError, ModelFolderError
+from mgpu_pipe.errors import CheckpointError, ConfigError, ModelFolderError
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION as CAUSAL
 from mgpu_pipe.objectives.causal_lm_keys import LOSS, perplexity
 
 DRAWN = "drawn"
 """The teacher of a small run of ``verify``: the student itself with other weights."""
+STARTS_FROM = "starts_from"
+"""The teacher that ``run.starts_from`` trains."""
+KEY = "objective.teacher"
 
 
 @dataclass
@@ -26,7 +33,10 @@ class DistillConfig(ObjectiveConfig):
     name: str = "distill"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     teacher: str = ""
-    """The teacher's Hugging Face model folder, as export writes it; its tokenizer is the student's."""
+    """The teacher's folder, a Hugging Face model's or a run's; its tokenizer is the student's. starts_from: the run of
+    run.starts_from, which then gives no first weights."""
+    teacher_strategy: Literal["whole", "fsdp"] = "whole"
+    """whole on each process, or fsdp: sharded over the processes, and gathered block by block."""
     divergence: Literal["forward", "reverse", "jensen_shannon"] = "forward"
     """forward is KL(teacher, student), reverse KL(student, teacher), jensen_shannon the mean of both to their mean."""
     temperature: float = field(default=1.0, metadata={"above": 0})
@@ -47,52 +57,69 @@ class DistillConfig(ObjectiveConfig):
     def prompts(self) -> tuple[list[str], int]:
         return self.sample_prompts, self.sample_max_new_tokens
 
+    def started_from(self, run: Path) -> Self | None:
+        return replace(self, teacher=str(run)) if self.teacher == STARTS_FROM else None
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        if self.teacher != STARTS_FROM or config.run.starts_from is not None:
+            return []
+        return [ConfigError(KEY, STARTS_FROM, "name the teacher's experiment by run.starts_from, or give a folder")]
+
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
-        key = "objective.teacher"
+        if self.teacher == STARTS_FROM:
+            return []  # looked at when it is there
         try:
-            teacher = read_config_json(Path(self.teacher).expanduser()) if self.teacher else {}
-        except ModelFolderError:
+            teacher = _fields(self.teacher) if self.teacher else {}
+        except (ModelFolderError, CheckpointError):
             teacher = {}
         if not teacher:
-            fix = "give a folder that mgpu-pipe export or save_pretrained wrote"
-            return [ConfigError(key, self.teacher, fix, "holds no config.json of a model")]
+            fix = "give a folder that mgpu-pipe export or save_pretrained wrote, or a run's"
+            return [ConfigError(KEY, self.teacher, fix, "holds no config.json of a model, and no checkpoint")]
         size, own = teacher.get("vocab_size"), fields.get("vocab_size")
         if size != own:
             reason = f"its vocabulary has {size} tokens, the student's {own}"
             return [
-                ConfigError(key, self.teacher, "give a teacher with the student's tokenizer and vocabulary", reason)
+                ConfigError(KEY, self.teacher, "give a teacher with the student's tokenizer and vocabulary", reason)
             ]
         return []
 
     def tokenizer_errors(self, folder: Path) -> list[ConfigError]:
         teacher = Path(self.teacher).expanduser()
+        if is_run(teacher):
+            run = teacher if RunPaths(teacher).checkpoints.is_dir() else teacher.parents[1]
+            teacher = RunPaths(run).tokenizer
         differences = token_differences(teacher, folder)
         if not differences:
             return []
         fix = f"use data.tokenizer={teacher.absolute()}"
-        return [
-            ConfigError("objective.teacher", self.teacher, fix, f"its tokenizer gives other ids ({differences[0]})")
-        ]
+        return [ConfigError(KEY, self.teacher, fix, f"its tokenizer gives other ids ({differences[0]})")]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the teacher's folder is a run's or one of its steps, and not a model's."""
+    return not (folder / "config.json").is_file() and folder.is_dir()
+
+
+def _fields(teacher: str) -> Mapping[str, Any]:
+    """What the configuration of the teacher's model says."""
+    folder = Path(teacher).expanduser()
+    if not is_run(folder):
+        return read_config_json(folder)
+    step = resolve_source(folder, verify="size", key=KEY)
+    recorded = read_state(step, read_manifest(step), "size").get("model_config")
+    return recorded if isinstance(recorded, Mapping) else {}
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of cross-entropies, of divergences, and the number of tokens."""
-    of_labels = perplexity([sums[1], sums[-1]])
-    return {
-        "val/loss": sums[0] / sums[-1],
-        "val/perplexity": of_labels["val/perplexity"],
-        "val/divergence": sums[2] / sums[-1],
-    }
+    """From the sums of losses, of cross-entropies, of divergences, and the number of tokens: of the labels' loss what
+    a run without a teacher measures, and the divergence."""
+    return {**perplexity([sums[1], sums[-1]]), "val/divergence": sums[2] / sums[-1]}
 
 
 DESCRIPTION = Description(
     name="distill",
     keys=DistillConfig,
-    metrics=(
-        LOSS,
-        replace(CAUSAL.headline, of_loss=None),
-        Metric("val/divergence", "held-out divergence", "nats a token"),
-    ),
+    metrics=(LOSS, CAUSAL.headline, Metric("val/divergence", "held-out divergence", "nats a token")),
     measured=measured,
-    refused_axes=("tp", "cp"),
+    refused_axes=("cp",),
 )

@@ -1,7 +1,7 @@
 """How far a student's next tokens are from a teacher's, and from the labels, without the whole logits of either.
 
 Both heads' logits are computed for some rows at a time, and the student's gradients are formed where they are at hand,
-as in :mod:`mgpu_pipe.objectives.cross_entropy`. Hinton et al. 2015 (arXiv:1503.02531) for temperatures, Gu et al. 2023
+as in :mod:`mgpu_pipe.objectives.head_chunks`. Hinton et al. 2015 (arXiv:1503.02531) for temperatures, Gu et al. 2023
 (arXiv:2306.08543) for the reverse divergence, Agarwal et al. 2023 (arXiv:2306.13649) for Jensen and Shannon's.
 """
 
@@ -14,8 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.cross_entropy import Labels
 from mgpu_pipe.objectives.distill_keys import DistillConfig
 from mgpu_pipe.objectives.head_chunks import rows_of, summed
+from mgpu_pipe.parallel.tensor_collectives import all_gather_parts
+from mgpu_pipe.parallel.vocabulary import VocabularyShard
 
 
 @dataclass
@@ -36,59 +39,75 @@ class Teaching:
 
 
 def token_divergences(
-    student: torch.Tensor, teacher: torch.Tensor, kind: str, temperature: float
+    student: torch.Tensor, teacher: torch.Tensor, kind: str, temperature: float, shard: VocabularyShard | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The divergence of every row, (rows,), and its gradient for the student's logits, both times temperature squared.
+
+    With a ``shard`` a collective call of its group, of two or three numbers a row.
 
     Args:
         student, teacher: fp32 logits, (rows, vocabulary).
         kind: ``forward`` is KL(teacher, student), ``reverse`` KL(student, teacher), ``jensen_shannon`` the mean of
             both to their mixture.
+        shard: which columns of the vocabulary they are; None for all.
     """
-    log_student = (student / temperature).log_softmax(-1)
-    log_teacher = (teacher / temperature).log_softmax(-1)
-    of_student = log_student.exp()
+    # In place from here on: chunks are large, and a caller that drops its teacher's logits keeps four of them alive.
+    teacher = teacher / temperature
+    of_teacher = teacher.logsumexp(-1)
+    student = student / temperature
+    normalisers = torch.stack([student.logsumexp(-1), of_teacher])
+    if shard is not None:
+        normalisers = all_gather_parts(normalisers, shard.group).logsumexp(0)
+    student.sub_(normalisers[0].unsqueeze(-1))
+    teacher.sub_(normalisers[1].unsqueeze(-1))
     if kind == "forward":
-        of_teacher = log_teacher.exp()
-        found = (of_teacher * (log_teacher - log_student)).sum(-1)
-        gradient = of_student - of_teacher
+        probabilities = teacher.exp()
+        (found,) = _over_columns([teacher.sub_(student).mul_(probabilities)], shard)
+        gradient = student.exp_().sub_(probabilities)
+    elif kind == "reverse":
+        ratio, probabilities = teacher.neg_().add_(student), student.exp_()
+        (found,) = _over_columns([probabilities * ratio], shard)
+        gradient = ratio.sub_(found.unsqueeze(-1)).mul_(probabilities)
     else:
-        other = log_teacher
-        if kind == "jensen_shannon":
-            other = torch.logaddexp(log_student, log_teacher) - math.log(2)
-        ratio = log_student - other
-        own = (of_student * ratio).sum(-1)
-        gradient = of_student * (ratio - own.unsqueeze(-1))
-        found = own
-        if kind == "jensen_shannon":
-            found = (own + (log_teacher.exp() * (log_teacher - other)).sum(-1)) / 2
-            gradient = gradient / 2
-    return found * temperature**2, gradient * temperature
+        middle = torch.logaddexp(student, teacher).sub_(math.log(2))
+        probabilities = teacher.exp()
+        of_teacher = teacher.sub_(middle).mul_(probabilities).sum(-1, keepdim=True)
+        ratio, probabilities = middle.neg_().add_(student), student.exp_()
+        own, of_teacher = _over_columns([probabilities * ratio, of_teacher], shard)
+        found = (own + of_teacher) / 2
+        gradient = ratio.sub_(own.unsqueeze(-1)).mul_(probabilities).div_(2)
+    return found * temperature**2, gradient.mul_(temperature)
+
+
+def _over_columns(values: list[torch.Tensor], shard: VocabularyShard | None) -> torch.Tensor:
+    """The sums of each of ``values``, (rows, any), over all columns; (len(values), rows)."""
+    sums = torch.stack([value.sum(-1) for value in values])
+    return sums if shard is None else all_gather_parts(sums, shard.group).sum(0)
 
 
 class _Mixture:
     """The divergence from the teacher and the labels' cross-entropy, of chunks of the student's logits."""
 
-    def __init__(self, labels: torch.Tensor, teaching: Teaching) -> None:
-        self._labels, self._teaching = labels, teaching
+    def __init__(self, labels: torch.Tensor, teaching: Teaching, shard: VocabularyShard | None) -> None:
+        self._counts, self._teaching, self._shard = (labels != IGNORE_INDEX).unsqueeze(1), teaching, shard
+        self._labels = Labels(labels, shard)
         self._taught = teaching.hidden.reshape(-1, teaching.hidden.shape[-1])
+        held = slice(None) if shard is None else slice(shard.start, shard.stop)
+        self._head = teaching.weight[held], None if teaching.bias is None else teaching.bias[held]
         self._sums = torch.zeros(2, dtype=torch.float64, device=labels.device)
 
     def __call__(self, rows: slice, logits: torch.Tensor, wants_gradient: bool) -> torch.Tensor | None:
-        teaching, target = self._teaching, self._labels[rows]
-        keys, share = teaching.keys, teaching.keys.teacher_weight
-        valid = (target != IGNORE_INDEX).unsqueeze(1)
-        of_teacher = F.linear(self._taught[rows], teaching.weight, teaching.bias).float()
-        divergences, grad = token_divergences(logits, of_teacher, keys.divergence, keys.temperature)
-        losses = F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="none")
-        self._sums += torch.stack(
-            [part.where(valid[:, 0], 0.0).sum(dtype=torch.float64) for part in (losses, divergences)]
+        keys, counts = self._teaching.keys, self._counts[rows]
+        divergences, grad = token_divergences(
+            logits, F.linear(self._taught[rows], *self._head).float(), keys.divergence, keys.temperature, self._shard
         )
+        losses, normaliser = self._labels.losses(rows, logits)
+        self._sums[0] += losses.sum(dtype=torch.float64)
+        self._sums[1] += divergences.masked_fill_(~counts.squeeze(1), 0.0).sum(dtype=torch.float64)
         if not wants_gradient:
             return None
-        plain = logits.softmax(-1)
-        plain.scatter_add_(1, target.clamp_min(0).unsqueeze(1), -valid.float())
-        return (share * grad + (1 - share) * plain).where(valid, 0.0)
+        plain = self._labels.gradient_(rows, logits, normaliser)
+        return plain.mul_(1 - keys.teacher_weight).add_(grad.masked_fill_(~counts, 0.0), alpha=keys.teacher_weight)
 
     def total(self) -> torch.Tensor:
         self._teaching.sums, share = self._sums, self._teaching.keys.teacher_weight
@@ -102,6 +121,7 @@ def linear_distillation(
     labels: torch.Tensor,
     chunk_tokens: int | str,
     teaching: Teaching,
+    shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """The loss over the tokens of ``labels``: the mixture of divergence and cross-entropy, summed; a float64 scalar.
 
@@ -109,8 +129,10 @@ def linear_distillation(
         hidden: (..., width) of the student, ``weight`` and ``bias`` its head's.
         labels: (...) int64; ``IGNORE_INDEX`` rows count nothing.
         chunk_tokens: rows whose logits, the student's and the teacher's, exist at once.
+        shard: as of :func:`mgpu_pipe.objectives.cross_entropy.linear_cross_entropy`; the teacher's head is whole.
         teaching: takes the two sums that the loss is made of.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = rows_of(chunk_tokens, weight, len(flat), heads=2)
-    return summed(flat, weight, bias, rows, _Mixture(labels.reshape(-1), teaching))
+    # Of both heads, and what is computed of them: so that this takes the memory of the cross-entropy alone.
+    rows = rows_of(chunk_tokens, weight, len(flat), shard, heads=3)
+    return summed(flat, weight, bias, rows, _Mixture(labels.reshape(-1), teaching, shard))

@@ -55,7 +55,7 @@ def chunk_rows(setting: int | str, vocabulary: int, rows: int, gpu_item: int | N
 def rows_of(
     setting: int | str, weight: torch.Tensor, rows: int, shard: VocabularyShard | None = None, heads: int = 1
 ) -> int:
-    """:func:`chunk_rows` of a head's ``weight``, of ``heads`` heads whose logits exist together."""
+    """:func:`chunk_rows` of a head's ``weight``, where tensors of ``heads`` times the logits' size exist together."""
     # By the widest shard: ranks have to agree on the number of chunks.
     vocabulary = weight.shape[0] if shard is None else -(-shard.whole // shard.group.size())
     return chunk_rows(setting, heads * vocabulary, rows, weight.element_size() if weight.is_cuda else None)

@@ -313,9 +313,10 @@ class DeepSpeedStrategy(EngineStrategy):
     def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """Pad to as many micro-batches on every rank, by ones without targets: under ZeRO-3 all ranks run each layer.
 
-        A collective call under ZeRO-3.
+        A collective call under ZeRO-3, and where the objective's losses meet or gather.
         """
-        if (self.stage < 3 and not self.objective.samples_meet) or self.dims.data_parallel_size == 1:
+        together = self.stage == 3 or self.objective.samples_meet or self.objective.gathers
+        if not together or self.dims.data_parallel_size == 1:
             return micro_batches
         count = torch.tensor(len(micro_batches), device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)

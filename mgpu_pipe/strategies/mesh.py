@@ -236,7 +236,7 @@ class MeshStrategy(EngineStrategy):
     @torch.no_grad()
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         split, micro_batches = self.split, step_batch.micro_batches
-        if split.shards or self.objective.samples_meet:
+        if split.shards or self.objective.samples_meet or self.objective.gathers:
             micro_batches = self._as_many_as_any(micro_batches)
         if split.pipeline is not None:
             total = split.pipeline.run_evaluation([split.part_of(micro_batch) for micro_batch in micro_batches])

@@ -30,6 +30,7 @@ from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
 DISTILL = ("objective=distill", "model=llama_tiny", "logger=none", "trainer.progress=off")
+FSDP = "objective.teacher_strategy=fsdp"
 KINDS = ("forward", "reverse", "jensen_shannon")
 
 
@@ -90,14 +91,21 @@ def verified(config: RunConfig) -> list[Worst]:
         (2, ("strategy=ddp", "objective.divergence=reverse")),
         (2, ("strategy=fsdp", "objective.divergence=jensen_shannon", "objective.temperature=2")),
         (2, ("strategy=pp", "objective.teacher_weight=1")),
-        (2, ("strategy=zero3",)),
+        (2, ("strategy=zero3", FSDP)),
+        (2, ("strategy=ddp", FSDP)),
+        (2, ("strategy=tp", "objective.divergence=jensen_shannon")),
         *(
             pytest.param(processes, strategy, marks=pytest.mark.exhaustive)
             for processes, strategy in (
                 (2, ("strategy=zero1",)),
                 (2, ("strategy=zero2", "objective.divergence=jensen_shannon")),
                 (2, ("strategy=ep", "model=mixtral_tiny")),
-                (2, ("strategy=fsdp", "peft=lora", "model=gpt2_tiny")),
+                (2, ("strategy=fsdp", "peft=lora", "model=gpt2_tiny", FSDP)),
+                (2, ("strategy=fsdp", FSDP)),
+                (2, ("strategy=zero3",)),
+                (2, ("strategy=tp", "objective.divergence=reverse", FSDP)),
+                (4, ("strategy=megatron", "strategy.pp=2", FSDP)),
+                (4, ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "strategy.pipeline.schedule=zbv", FSDP)),
             )
         ),
     ],
@@ -189,10 +197,9 @@ def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("objective.teacher=nowhere",), "objective.teacher=nowhere: holds no config.json of a model; give a folder"),
+        (("objective.teacher=nowhere",), "objective.teacher=nowhere: holds no config.json of a model, and no"),
         (("objective.temperature=0",), "objective.temperature=0.0: use a number above 0"),
         (("objective.teacher_weight=1.5",), "objective.teacher_weight=1.5: use a number of at most 1"),
-        (("strategy=tp", "trainer.devices=2"), "objective.name=distill cannot be spread over it"),
         (("strategy=cp", "trainer.devices=2"), "objective.name=distill cannot be spread over it"),
         (("model.config.vocab_size=400",), "its vocabulary has 384 tokens, the student's 400"),
     ],
@@ -206,7 +213,7 @@ def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tu
 
 def test_a_teacher_of_another_tokenizer_or_with_changed_logits_is_refused(tmp_path: Path) -> None:
     from mgpu_pipe.launch.resume import announce_resume
-    from mgpu_pipe.objectives.distill import _teacher
+    from mgpu_pipe.objectives.teacher import Teacher
 
     config = with_teacher(tmp_path)
     prepared, paths = prepare(config), RunPaths(tmp_path / "run")
@@ -223,4 +230,4 @@ def test_a_teacher_of_another_tokenizer_or_with_changed_logits_is_refused(tmp_pa
     source.config = {**source.config, "vocab_size": 384}
     materialise(build_meta(source), 3, "cpu").save_pretrained(tmp_path / "teacher")
     with pytest.raises(BadInputError, match="changes its logits after the head"):
-        _teacher(config, config.objective)  # type: ignore[arg-type]
+        Teacher(config, config.objective)  # type: ignore[arg-type]
