@@ -122,6 +122,20 @@ class NonFiniteError(MgpuError):
         )
 
 
+class GradientSpikeError(MgpuError):
+    """The gradient norm of a step stood out, and ``optimizer.spike_guard.action=stop``. Raised by all ranks.
+
+    Args:
+        what: the step, and by how much.
+        saved: the checkpoint of the step before it.
+    """
+
+    def __init__(self, what: object, saved: Path | None) -> None:
+        good = f"the step before it is saved in {saved}" if saved else "nothing was saved"
+        fix = "look at its samples, or go on with checkpoint.resume=auto optimizer.spike_guard.action=skip"
+        super().__init__(f"{what}: its update was not applied and {good}; {fix}")
+
+
 class WorkerError(MgpuError):
     """A worker died of something that is not the user's error; carries the tail of its own message."""
 

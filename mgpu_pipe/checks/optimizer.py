@@ -40,6 +40,10 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
         fix = "use strategy=zero3_cpu, or leave it out"
         reason = "strategy.offload=nvme has a weight in memory during its own update only"
         return [ConfigError("optimizer.ema.decay", optimizer.ema.decay, fix, reason)]
+    guard = optimizer.spike_guard
+    if guard.factor is not None and guard.action == "skip" and config.strategy.offload == "nvme":
+        reason = "strategy.offload=nvme was never tried with an update left out"
+        return [ConfigError("optimizer.spike_guard.action", "skip", "use stop, or strategy=zero3_cpu", reason)]
     target, name = optimizer._target_, torchs_own(optimizer._target_)
     if name == "Muon":
         reason = "it takes matrices alone, and a model has other parameters"

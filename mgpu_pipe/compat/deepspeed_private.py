@@ -10,6 +10,7 @@ _THREE = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 PRIVATE = (
     f"{_ONE_TWO}._link_all_hp_params",
     f"{_ONE_TWO}._use_compact_grad_partition_buffer",
+    f"{_ONE_TWO}.check_overflow",
     f"{_THREE}._get_norm_groups",
     f"{_THREE}._prepare_fp32_grad_for_sub_group",
     f"{_THREE}._swappable_optimizer_subgroup",
@@ -36,6 +37,25 @@ def take_over_gradients(zero: Any, take: Callable[[int, object], None], show: Ca
     zero._get_norm_groups = lambda: [torch.ones(())]
     zero.unscale_and_clip_grads = take
     zero._prepare_fp32_grad_for_sub_group = show
+
+
+def skip_update(zero: Any, step: Callable[[], object]) -> None:
+    """Call ``step`` so that it drops the gradients and updates nothing, as where they overflow."""
+    import torch
+
+    def overflows(**_: object) -> None:
+        zero.overflow = True
+
+    # Stage 3 has its norm from the first, and takes -1 for one that is not finite; stages 1 and 2 ask the second.
+    replaced = {"_get_norm_groups": lambda: [-torch.ones(())], "check_overflow": overflows, "check_grad_overflow": True}
+    kept = {name: vars(zero)[name] for name in replaced if name in vars(zero)}
+    vars(zero).update(replaced)
+    try:
+        step()
+    finally:
+        for name in replaced:
+            del vars(zero)[name]
+        vars(zero).update(kept)
 
 
 def publish_masters(zero: Any, group: int) -> None:

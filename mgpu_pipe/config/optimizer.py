@@ -29,6 +29,16 @@ class WeightAverageConfig:
 
 
 @dataclass
+class SpikeGuardConfig:
+    factor: float | None = field(default=None, metadata={"at_least": 1, "or": ", or null to take every step"})
+    """A gradient norm of more than this times the median of the steps before is a spike; null takes every step."""
+    window: int = field(default=100, metadata={"at_least": 2, "at_most": 10000})
+    """Steps that the median is of; until there are so many, nothing is a spike."""
+    action: Literal["skip", "stop"] = "skip"
+    """At a spike: leave the weights as they are and go on with the next step, or save and end the run as failed."""
+
+
+@dataclass
 class OptimizerConfig:
     _target_: str = "torch.optim.AdamW"
     """Any subclass of torch.optim.Optimizer."""
@@ -46,6 +56,8 @@ class OptimizerConfig:
     ema: WeightAverageConfig = field(default_factory=WeightAverageConfig)
     """A moving average of the weights, kept and saved beside them; --weights ema of eval, export, generate and chat
     takes it."""
+    spike_guard: SpikeGuardConfig = field(default_factory=SpikeGuardConfig)
+    """What is done at a step whose gradient norm stands out."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer (betas, eps, momentum, ...)."""
 

@@ -17,6 +17,7 @@ from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
     CheckpointSaveError,
+    GradientSpikeError,
     MgpuError,
     NonFiniteError,
     WorkerError,
@@ -28,7 +29,7 @@ TAIL_LINES = 25
 LONGEST_MESSAGE = 4_000
 LONGEST_TRACEBACK = 16_000
 """In characters; message and traceback together stay below the 64 KiB that a pipe holds."""
-NOT_RETRIED = (NonFiniteError.__name__, CheckpointSaveError.__name__)
+NOT_RETRIED = (NonFiniteError.__name__, GradientSpikeError.__name__, CheckpointSaveError.__name__)
 FOLLOWS_A_PEERS_END = (
     "connection closed by peer",
     "connection reset by peer",

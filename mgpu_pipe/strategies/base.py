@@ -17,6 +17,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.spike_guard import SpikeGuard
 from mgpu_pipe.parallel.weight_average import WeightAverage
 from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims
@@ -51,6 +52,8 @@ class EngineStrategy(ParallelStrategy):
         self._device = device
         self.average = WeightAverage()
         """Of the weights, kept in the optimizer's state; whoever makes the strategy says how."""
+        self.spike_guard = SpikeGuard()
+        """As above."""
 
     @classmethod
     @abstractmethod
@@ -173,10 +176,11 @@ class EngineStrategy(ParallelStrategy):
 
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""
-        return {}
+        return dict(self.spike_guard.state())
 
     def restore_entries(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        self.spike_guard.restore(state.get("gradient_norms", ()))
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps, by what they are for; parts that are not known are left out."""

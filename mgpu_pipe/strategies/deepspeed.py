@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.adapters import take_numbers
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.compat.deepspeed_private import skip_update
 from mgpu_pipe.compat.lightning_private import after_closure
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
@@ -106,6 +107,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self._like: MicroBatch | None = None
         self._memory: dict[str, int] = {}
         self._first_step: int | None = None
+        self._skips = False
+        """The step at hand leaves the weights as they are."""
 
     @classmethod
     def from_config(
@@ -235,6 +238,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if self._dropout_seed is not None:
             torch.manual_seed(step_seed(self._dropout_seed, step_batch.step, self.global_rank))
         self.state.clear_gradients()
+        self._skips = False
         self._stop.begin()
         self._used = dict.fromkeys(self._used, 0.0)
         # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
@@ -286,6 +290,9 @@ class DeepSpeedStrategy(EngineStrategy):
         if stopping and self.evaluation_follows:
             return StepResult.left()
         check_finite(loss, norm, step_batch)
+        if self.spike_guard.refuses(step_batch.step, norm):
+            self._skips = True
+            return StepResult.left() if self.spike_guard.stopped_by else StepResult(loss, norm, stopping, skipped=True)
         if self._max_norm is not None and norm + CLIP_EPSILON > self._max_norm:
             self.state.clip(self._max_norm / (norm + CLIP_EPSILON))
         return StepResult(loss, norm, stopping)
@@ -295,7 +302,10 @@ class DeepSpeedStrategy(EngineStrategy):
         result = closure()
         after_closure(self, self.objective, optimizer)
         with self.average.updated(self.state.optimizer, self.state.masters()):
-            self.state.update(self.engine.step, self._unused)
+            if self._skips:
+                skip_update(self.state.zero, self.engine.step)
+            else:
+                self.state.update(self.engine.step, self._unused)
         return result
 
     def zero_gradients(self) -> None:

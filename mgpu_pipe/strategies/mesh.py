@@ -207,6 +207,9 @@ class MeshStrategy(EngineStrategy):
             if not self._unscale(step_batch, norm - norm == 0.0):
                 return StepResult(loss, norm, stop, skipped=True)
         check_finite(loss, norm, step_batch)
+        if self.spike_guard.refuses(step_batch.step, norm):
+            self.split.facts.drop()
+            return StepResult.left() if self.spike_guard.stopped_by else StepResult(loss, norm, stop, skipped=True)
         if self._max_norm is not None:
             clip_gradients(parameters, norm, self._max_norm)
         return StepResult(loss, norm, stop)
@@ -307,10 +310,12 @@ class MeshStrategy(EngineStrategy):
 
     def state_entries(self) -> dict[str, Any]:
         """What ``state.json`` keeps of this strategy, equal on every rank."""
-        return {"loss_scale": self._loss_scale.state()} if self._loss_scale is not None else {}
+        scale = {"loss_scale": self._loss_scale.state()} if self._loss_scale is not None else {}
+        return {**super().state_entries(), **scale}
 
     def restore_entries(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        super().restore_entries(state)
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.restore(state["loss_scale"])
 

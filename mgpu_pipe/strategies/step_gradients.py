@@ -65,6 +65,11 @@ class StepGradients:
             for parameter in self._parameters:
                 parameter.grad = None
 
+    def drop(self) -> None:
+        """Have no gradients, so that an update changes nothing."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def end(
         self, loss_sum: torch.Tensor, told: list[float], step_batch: StepBatch, reduce_axes: Callable[[], None]
     ) -> tuple[float, float, list[float]]:

@@ -19,7 +19,16 @@ from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, MgpuError, NonFiniteError, one_line, print_error
+from mgpu_pipe.errors import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    GradientSpikeError,
+    MgpuError,
+    NonFiniteError,
+    one_line,
+    print_error,
+)
 from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
 from mgpu_pipe.launch.stop import run_begins, run_ended, stop_requested
@@ -328,7 +337,7 @@ def outcome(code: int, summary: Mapping[str, Any], short: bool, bound: float | N
         return FINISHED, ""
     if code == EXIT_STOPPED:
         return STOPPED, ""
-    if kind == NonFiniteError.__name__:
+    if kind in (NonFiniteError.__name__, GradientSpikeError.__name__):
         return DIVERGED, reason
     if NO_MEMORY.search(kind) or NO_MEMORY.search(reason):
         return OUT_OF_MEMORY, reason

@@ -160,6 +160,7 @@ class StepRecorder(pl.Callback):
             "throughput/padding": batch.padding / max(batch.num_tokens, 1),
             "throughput/step_s": seconds,
             **self._count_sources(batch),
+            **({"train/skipped": 1} if result.skipped and math.isfinite(result.gradient_norm) else {}),
         }
         if result.stop or not self._evaluation_due(self.step):
             self._close_step(trainer)

@@ -23,7 +23,7 @@ from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, GradientSpikeError
 from mgpu_pipe.inference.samples import make_samples
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
@@ -32,6 +32,7 @@ from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.parallel.compile import compiles
 from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
+from mgpu_pipe.parallel.spike_guard import SpikeGuard
 from mgpu_pipe.planner.flops import known_gpu_peak
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_after
 from mgpu_pipe.runs.rank_metrics import rank_writer
@@ -170,6 +171,7 @@ def train(
         stop_requested=lambda: stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s),
     )
     strategy.average.decay = config.optimizer.ema.decay
+    strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, tells=rank == 0)
     recorder = StepRecorder(
         config.trainer,
         max_steps=max_steps,
@@ -221,6 +223,8 @@ def train(
             writer.close()
         if own_writer is not None:
             own_writer.close()
+    if strategy.spike_guard.stopped_by is not None:
+        raise GradientSpikeError(strategy.spike_guard.stopped_by, checkpointer.last_path)
     no_step_done = reader is not None and recorder.step == start_step  # killed after the last save, or stopped at once
     if reader is not None and no_step_done and (reader.folder.parent == paths.checkpoints or start_step >= max_steps):
         recorder.metrics.update(reader.state["metrics"])
