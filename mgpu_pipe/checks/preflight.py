@@ -12,6 +12,7 @@ from mgpu_pipe.checks.numerics import numerics_errors
 from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
+from mgpu_pipe.checks.tasks import task_errors
 from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES
@@ -56,6 +57,7 @@ def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
         Check(size_errors, ranges=True),
         Check(update_errors, ("optimizer",), ranges=True),
         Check(_raising(check_attention), ("model",)),
+        Check(task_errors, ranges=True),
         Check(_raising(_check_plug_ins), last=True),
         Check(_raising(check_names), last=True),
     ]

@@ -12,6 +12,7 @@ from mgpu_pipe.checks.base_run import base_run_errors
 from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
+from mgpu_pipe.config.eval_tasks import ranked
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.hub import hub_name
 from mgpu_pipe.config.objective import description
@@ -103,9 +104,9 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
             fix = f"{choose_from(value, [*section.built_in, *others])}; or install the package that brings it"
             errors.append(ConfigError(section.chooser, value, fix))
     metric = config.checkpoint.best_metric
-    ranked = description(config.objective.name).ranked
-    if metric not in ranked:
-        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, ranked), "no such metric"))
+    measured = ranked(config)
+    if metric not in measured:
+        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, measured), "no such metric"))
     name = config.run.name
     if name in (".", "..") or "/" in name or name != name.strip():
         errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))

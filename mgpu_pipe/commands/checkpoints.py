@@ -13,7 +13,7 @@ from mgpu_pipe.checkpoint.retention import best, followed, kept
 from mgpu_pipe.checkpoint.step import Step
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
-from mgpu_pipe.config.objective import higher_is_better
+from mgpu_pipe.config.eval_tasks import higher_is_better
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, CheckpointError, RunFolderError, one_line
@@ -229,9 +229,8 @@ def _kept(steps: Sequence[Step], settings: CheckpointConfig) -> Mapping[int, str
     usable = [one for one in steps if one.whole and not one.ruined]
     proved = followed([one.step for one in usable])
     values = {one.step: one.metric(settings.best_metric) for one in usable if one.step in proved}
-    objective = next((one.config.get("objective") for one in reversed(steps) if one.config), None)
-    name = objective.get("name") if isinstance(objective, Mapping) else None
-    ranked = best(values, settings.keep_best, higher_is_better(str(name), settings.best_metric))
+    config = next((one.config for one in reversed(steps) if one.config), {})
+    ranked = best(values, settings.keep_best, higher_is_better(config, settings.best_metric))
     return kept([one.step for one in usable], settings.keep_last, settings.keep_every, ranked)
 
 

@@ -9,11 +9,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checks.tasks import task_errors
 from mgpu_pipe.checks.values import sample_errors
 from mgpu_pipe.commands import Verb
+from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
 from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.config.untrusted_run import untrusted_data
+from mgpu_pipe.config.untrusted_run import LARGEST, untrusted_data
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError
 from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
 from mgpu_pipe.inference.load import LoadedRun
@@ -25,16 +28,47 @@ if TYPE_CHECKING:
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE ...]``: the objective's metrics on held-out data, weights in fp32."""
-    parser = parser_of("eval", "The objective's metrics on held-out data, with the run's frozen configuration.")
+    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE eval.KEY=VALUE ...]``: held-out data and tasks, weights in fp32."""
+    text = "The objective's metrics on held-out data, and the tasks', with the run's frozen configuration."
+    parser = parser_of("eval", f"{text} With eval.KEY=VALUE and no data.KEY=VALUE the tasks alone.")
     takes_device(parser)
-    parser.add_argument("overrides", nargs="*", metavar="data.KEY=VALUE", help="other data than the run's")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="other data.* or eval.* than the run's")
     _evaluate(parsed(parser, argv))
     return EXIT_OK
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     run = open_run(arguments)
+    config = _evaluation_config(run, arguments.overrides)
+    for error in task_errors(config):
+        raise error
+    width = max(12, *(len(name) + 2 for name in ("", *config.eval.tasks)))
+    if not _tasks_alone(arguments.overrides):
+        width = max(width, _held_out(run, config))
+    if config.eval.tasks:
+        _tasks(run, config, width)
+    print(f"{'weights':<{width}}{'the average of ' if arguments.weights == 'ema' else ''}{run.source}")
+
+
+def _tasks(run: LoadedRun, config: RunConfig, width: int) -> None:
+    from mgpu_pipe.inference.tasks import measure, rows_of
+    from mgpu_pipe.inference.tasks.judge import Judge
+    from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.registry import objective_class
+
+    tokenizer, tasks = run.tokenizer(), config.eval.tasks
+    fix_rotary_length(run.model, config.data.seq_len)
+    objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
+    template = chat_of(run.tokenizer_folder) if run.tokenizer_folder is not None else None
+    judge = Judge(objective, tokenizer, template, config.data.seq_len)
+    for metric, (name, task) in zip(task_metrics(tasks), tasks.items(), strict=True):
+        result = measure(rows_of(task, name, config), task, judge)
+        shown = f"{100 * result.value:.2f}%" if metric.percent else f"{result.value:.{metric.digits}f}"
+        print(f"{name:<{width}}{shown} of {result.counted} {task.kind if metric.percent else 'tokens'}")
+
+
+def _held_out(run: LoadedRun, config: RunConfig) -> int:
+    """Print what is reached on held-out data; gives the width of the names."""
     from mgpu_pipe.data.loader import evaluation_step_batches
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
@@ -42,7 +76,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.topology import BatchPlan
 
-    config = _evaluation_config(run, arguments.overrides)
     data = at_commits(RunConfig(data=config.data)).data
     config = config if data == config.data else replace(config, data=data)
     refused = sample_errors(config)
@@ -69,25 +102,48 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if baseline is not None:
             print(f"{'unigram':<{width}}{baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)")
     print(f"{'over':<{width}}{result.counted} {told.counts} of {result.samples} held-out samples, in fp32")
-    print(f"{'weights':<{width}}{'the average of ' if arguments.weights == 'ema' else ''}{run.source}")
+    return width
 
 
 def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
     """The run's configuration with the data overrides applied; for a model folder, the default data."""
     from mgpu_pipe.config.compose import compose
 
-    strange = [text for text in overrides if not text.lstrip("+").startswith(("data.", "data="))]
+    strange = [text for text in overrides if not text.lstrip("+").startswith(("data.", "data=", "eval."))]
     if strange:
-        raise BadInputError(f"{strange[0]}: eval takes data overrides only, e.g. data.validation_paths=[held_out.txt]")
+        raise BadInputError(f"{strange[0]}: eval takes data and eval overrides only, e.g. data.paths=[held_out.txt]")
     if run.config is None:
         built_by = class_of([type(run.model).__name__])
         objective = next(one.name for one in descriptions() if one.model_class == built_by)
         folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective}"]
         return _with_classes(compose([*folder, *overrides])[0], run)
     given = {text.lstrip("+").split("=")[0] for text in overrides}
-    config = replace(run.config, data=_with_overrides(run.config.data, overrides)) if overrides else run.config
+    config = replace(run.config, eval=_tasks_of(run, overrides))
+    on_data = [text for text in overrides if text.lstrip("+").startswith("data")]
+    config = replace(config, data=_with_overrides(run.config.data, on_data)) if on_data else config
     config = _with_classes(config, run)
+    if not run.own and _tasks_alone(overrides):
+        return replace(config, data=DataConfig(seq_len=min(config.data.seq_len, LARGEST["seq_len"])))
     return config if run.own else replace(config, data=untrusted_data(config.data, given))
+
+
+def _tasks_alone(overrides: Sequence[str]) -> bool:
+    """Whether the command line asks for tasks, and not for data."""
+    given = {text.lstrip("+").partition(".")[0].partition("=")[0] for text in overrides}
+    return "eval" in given and "data" not in given
+
+
+def _tasks_of(run: LoadedRun, overrides: Sequence[str]) -> EvalConfig:
+    """The run's tasks, where this user's launch named their files, and those of the command line over them."""
+    from mgpu_pipe.config.compose import compose
+
+    own = dict(run.config.eval.tasks) if run.config is not None and run.own else {}
+    typed = [text for text in overrides if text.lstrip("+").startswith("eval.")]
+    for name, task in compose(typed)[0].eval.tasks.items() if typed else ():
+        keys = {text.lstrip("+").partition("=")[0].removeprefix(f"eval.tasks.{name}") for text in typed}
+        named = {key[1:]: getattr(task, key[1:]) for key in keys if key.startswith(".")}
+        own[name] = replace(own[name], **named) if name in own and "" not in keys else task
+    return EvalConfig(own)
 
 
 def _with_classes(config: RunConfig, run: LoadedRun) -> RunConfig:

@@ -96,6 +96,7 @@ KINDS: dict[str, Kind] = {
     "trainer": Kind.FREE,
     "trainer.gradient_clip_val": Kind.TOLD,
     "trainer.deterministic": Kind.NOTED,
+    "eval": Kind.FREE,
     "logger": Kind.FREE,
     "callbacks": Kind.FREE,
     "launch": Kind.FREE,

@@ -119,9 +119,3 @@ def description(name: str) -> Description:
 def descriptions() -> list[Description]:
     """Of this project's objectives and of those that installed packages describe."""
     return [description(name) for name in (*plugins.OBJECTIVES, *plugins.registered(plugins.OBJECTIVE_KEYS_GROUP))]
-
-
-def higher_is_better(name: str, key: str) -> bool:
-    """Whether the metric ``key`` of the objective ``name`` is the better the higher it is."""
-    metric = description(name).metric(key)
-    return metric is not None and metric.higher_is_better

@@ -36,6 +36,8 @@ DATA_SOURCES = (
     "spoken_chat",
     "spoken_preferences",
     "mixture",
+    "rule_chat",
+    "rule_facts",
     "synthetic",
     *IMAGE_SOURCES,
 )
@@ -45,7 +47,7 @@ FILE_SOURCES = (
 )
 """Those that read the files of data.paths."""
 PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
-CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat")
+CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat", "rule_chat")
 """Those whose rows a chat template renders."""
 SAMPLES = {
     "labelled_jsonl": "labelled_text",

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.optimizer import OptimizerConfig, SchedulerConfig
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, PAIR_SOURCES
@@ -370,6 +371,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     logger: dict[str, Any] = field(default_factory=dict)
     """Lightning loggers by name, each a leaf with a _target_."""
     callbacks: dict[str, Any] = field(default_factory=dict)

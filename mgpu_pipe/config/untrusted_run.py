@@ -14,7 +14,8 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
-READ_NO_FILES = ("stdlib_text", "number_words", "spoken_chat", "spoken_preferences", "mixture", "synthetic", "digits")
+MADE = ("number_words", "spoken_chat", "spoken_preferences", "rule_chat", "rule_facts", "mixture", "synthetic")
+READ_NO_FILES = ("stdlib_text", *MADE, "digits")
 NOT_FOLLOWED = (
     "the cache ($MGPU_PIPE_CACHE) knows no launch of yours that made this configuration, so the files that it names "
     "are not read"

@@ -59,6 +59,8 @@ class Prepared(ABC):
     """Identity of the training data."""
     validation_digest: str
     """The same of held-out data of its own; empty where what is held out follows from the training data."""
+    told: str = ""
+    """What is worth knowing of the data; a note of the launcher's."""
     train_samples: int
     validation_samples: int
     """Held-out samples that an evaluation takes, ``data.validation_max_samples`` respected."""

@@ -71,6 +71,7 @@ def generate_text(
     together: bool = False,
     forward: Callable[..., Any] | None = None,
     streamer: BaseStreamer | None = None,
+    batch_size: int = 1,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt; of an encoder-decoder model, what it writes for it.
 
@@ -86,6 +87,7 @@ def generate_text(
             others do.
         forward: takes the place of the model's forward pass, over the whole text so far for each new token.
         streamer: of transformers; is given the ids of the prompt and then each new one.
+        batch_size: prompts that are continued together, where temperature is 0.
 
     Raises:
         BadInputError: a prompt that fills the model's context, or that the chat template refuses.
@@ -109,11 +111,12 @@ def generate_text(
             _forward_in_place(model, forward),
             torch.random.fork_rng(devices=devices),
         ):
-            return [
+            many = [encode(tokenizer, prompt, chat) for prompt in prompts]
+            made = [
                 _continue(
                     model,
                     tokenizer,
-                    _encode(tokenizer, prompt, chat),
+                    many[number : number + batch_size],
                     max_new_tokens,
                     temperature,
                     top_k,
@@ -125,8 +128,9 @@ def generate_text(
                     alone=chat is not None,
                     streamer=streamer,
                 )
-                for number, prompt in enumerate(prompts)
+                for number in range(0, len(many), batch_size)
             ]
+            return [text for texts in made for text in texts]
     finally:
         model.train(was_training)
 
@@ -169,7 +173,7 @@ def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None
 def _continue(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    ids: list[int],
+    many: list[list[int]],
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -180,17 +184,18 @@ def _continue(
     ends: list[int],
     alone: bool,
     streamer: BaseStreamer | None,
-) -> str:
+) -> list[str]:
     from transformers import GenerationConfig
     from transformers.modeling_outputs import BaseModelOutput
 
     answers, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
-    if answers and end is not None and ids[-1] != end:
-        ids.append(int(end))  # as sources are trained on
+    if answers and end is not None:
+        many = [ids if ids[-1] == end else [*ids, int(end)] for ids in many]  # as sources are trained on
+    longest = max(map(len, many))
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = max_new_tokens if context is None or answers else min(max_new_tokens, context - len(ids))
+    room = max_new_tokens if context is None or answers else min(max_new_tokens, context - longest)
     if room < 1:
-        raise BadInputError(f"prompt of {len(ids)} tokens: the model's context is {context}; give a shorter prompt")
+        raise BadInputError(f"prompt of {longest} tokens: the model's context is {context}; give a shorter prompt")
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
@@ -203,24 +208,41 @@ def _continue(
         **sampling,
     )
     torch.manual_seed(seed)
-    given = torch.tensor([ids], device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    # Shorter prompts begin later: positions tell the model where, and what comes next stands last in every row.
+    padding = [longest - len(ids) for ids in many]
+    filler = settings.pad_token_id
+    given = torch.tensor([[filler] * missing + ids for missing, ids in zip(padding, many, strict=True)], device=device)
+    mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
     encoded = {"encoder_outputs": BaseModelOutput(given[..., None].float())} if answers and not use_cache else {}
     made = model.generate(  # type: ignore[operator]
         given,
         generation_config=settings,
-        attention_mask=torch.ones_like(given),
+        attention_mask=mask.long(),
         synced_gpus=together,
         streamer=streamer,
         **encoded,
-    )[0]
-    if answers or alone:
-        return str(tokenizer.decode(made if answers else made[len(ids) :], skip_special_tokens=True))
+    )
+    if answers:
+        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in made]
+    new = [_to_the_end(row[longest:], ends) for row in made.tolist()]
+    return [_text_of(tokenizer, ids, row, alone) for ids, row in zip(many, new, strict=True)]
+
+
+def _to_the_end(made: list[int], ends: list[int]) -> list[int]:
+    """Without what stands behind the end of a text while others of its batch go on."""
+    return made[: next((at for at, one in enumerate(made) if one in ends), len(made))]
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], made: list[int], alone: bool) -> str:
+    if alone:
+        return str(tokenizer.decode(made, skip_special_tokens=True))
     shown = str(tokenizer.decode(ids, skip_special_tokens=True))
-    text = str(tokenizer.decode(made, skip_special_tokens=True))
+    text = str(tokenizer.decode([*ids, *made], skip_special_tokens=True))
     # Decoding the new tokens alone would lose the space that many tokenizers put before a word.
     if text.startswith(shown):
         return text[len(shown) :]
-    return str(tokenizer.decode(made[len(ids) :], skip_special_tokens=True))
+    return str(tokenizer.decode(made, skip_special_tokens=True))
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) -> list[int]:
@@ -244,7 +266,7 @@ def stop_at_turns(folder: Path) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None) -> list[int]:
     """Token ids of the prompt; an empty one begins like a document, after the token that ends the one before."""
     if chat is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

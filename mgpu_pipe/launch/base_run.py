@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checks.model import model_fields
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from mgpu_pipe.launch.outcome import LaunchResult
 
 KEY = "run.starts_from"
+EXPORTED = "exported"
+"""In the folder of the run that adapters are trained on."""
 
 
 def words_of(config: RunConfig) -> list[str]:
@@ -27,6 +31,15 @@ def words_of(config: RunConfig) -> list[str]:
     words += [f"trainer.accelerator={trainer.accelerator}", f"trainer.devices={trainer.devices}"]
     words += [f"trainer.progress={trainer.progress}"]
     return words if data.cache_dir is None else [*words, f"data.cache_dir={data.cache_dir}"]
+
+
+def _model_folder(run: Path) -> Path:
+    """The run's model as a folder of Hugging Face, which adapters name as theirs; written once."""
+    folder = run / EXPORTED
+    if not (folder / "config.json").is_file():
+        command = [sys.executable, "-m", "mgpu_pipe", "export", str(run), "--out", str(folder)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return folder
 
 
 def with_base(
@@ -55,7 +68,8 @@ def with_base(
     folder = result.folder.absolute()
     objective, checkpoint = config.objective.started_from(folder), config.checkpoint
     if objective is None:
-        objective, checkpoint = config.objective, replace(checkpoint, init_from=str(folder))
+        start = folder if config.peft.name == "none" else _model_folder(folder)
+        objective, checkpoint = config.objective, replace(checkpoint, init_from=str(start))
     elif refused := objective.model_errors(model_fields(config)):
         raise ConfigErrors(refused)
     data, own = replace(config.data, tokenizer=str(RunPaths(folder).tokenizer)), replace(config.run, starts_from=None)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.hub import is_at_commit
+from mgpu_pipe.errors import one_line
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -31,7 +32,10 @@ def prepare_data(config: RunConfig) -> Prepared:
 
     fetch_model(config)
     with showing_preparation(config.trainer.progress) as progress:
-        return prepare(config, progress)
+        prepared = prepare(config, progress)
+    if prepared.told:
+        print(f"note: {one_line(prepared.told)}", file=sys.stderr, flush=True)
+    return prepared
 
 
 def fetch_model(config: RunConfig) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -198,6 +199,19 @@ class Objective(pl.LightningModule, ABC):
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What evaluation adds up over micro-batches: the sum of losses, then those of metrics; float64, one dim."""
         return self.micro_batch_loss(batch).reshape(1)
+
+    def row_losses(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Of packed rows the sum of each one's token losses, float64 of shape (rows,)."""
+        raise NotImplementedError(f"{type(self).__name__} scores no text")
+
+    @contextmanager
+    def by_row(self) -> Iterator[None]:
+        """Inside, an evaluation gives :meth:`row_losses` in the place of its sums."""
+        self.__dict__["evaluation_sums"] = self.row_losses
+        try:
+            yield
+        finally:
+            del self.__dict__["evaluation_sums"]
 
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
         """From the sums over the held-out samples, as metrics are measured, to :attr:`found`."""

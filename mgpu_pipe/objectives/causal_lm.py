@@ -96,6 +96,9 @@ class CausalLMObjective(Objective):
         with self.router_loss.collecting():
             return self.router_loss.added(self._token_loss(batch), batch["labels"])
 
+    def row_losses(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss.by_token(self.model_inputs(batch), batch["labels"]).double().sum(1)
+
     def _token_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss.sum(self.model_inputs(batch), batch["labels"])
 

@@ -39,6 +39,7 @@ class DistillObjective(Objective):
     description = DESCRIPTION
     num_sums = 3
     sampling_batch = CausalLMObjective.sampling_batch
+    row_losses = CausalLMObjective.row_losses
 
     def __init__(
         self,

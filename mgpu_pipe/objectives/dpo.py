@@ -86,6 +86,7 @@ class DPOObjective(Objective):
             self._sequences = group
 
     sampling_batch = CausalLMObjective.sampling_batch
+    row_losses = CausalLMObjective.row_losses
 
     # -- the reference ------------------------------------------------------------------------------------------
 

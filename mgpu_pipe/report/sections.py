@@ -73,6 +73,7 @@ def figures(view: RunView) -> list[dict[str, str]]:
     loss, held_out = view.final("train/loss"), view.final("val/loss")
     cards.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit))
     cards.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
+    cards += [_task_card(view, name, task) for name, task in _mapping(view.of_config("eval", "tasks")).items()]
     rate = view.tokens_per_s
     mfu = view.final("throughput/mfu")
     samples, padding = view.final("throughput/samples_per_s"), view.final("throughput/padding")
@@ -92,6 +93,12 @@ def figures(view: RunView) -> list[dict[str, str]]:
     cards.append(_card("Wall time", numbers.duration(view.wall_s), _attempts_text(view)))
     cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), "of a process"))
     return [card for card in cards if card["value"] != numbers.MISSING]
+
+
+def _task_card(view: RunView, name: str, task: object) -> dict[str, str]:
+    kind = str(_mapping(task).get("kind"))
+    shown = numbers.metric(view.final(f"val/{name}"), percent=kind != "perplexity")
+    return _card(name.replace("_", " ").capitalize(), shown, kind)
 
 
 def baseline_text(view: RunView) -> str:
@@ -120,6 +127,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _by_rank("Time of each rank's step", view.summary.get("times")),
         _by_rank("Memory", view.summary.get("memory")),
         _block("Final metrics", _parts(view.summary.get("metrics"))),
+        *_task_blocks(view),
         _block("Confusion", table=_confusion(view), text="rows: the class; columns: what it was taken for"),
         _block("Checkpoints", table=_checkpoint_table(view)),
         _block("Attempts", *_attempts(view)),
@@ -176,6 +184,23 @@ def _confusion(view: RunView) -> dict[str, Any] | None:
     whole = [row for row in counts if isinstance(row, list) and len(row) == len(names)]
     rows = [[str(name), *(_shown("", count) for count in row)] for name, row in zip(names, whole, strict=False)]
     return {"names": ["", *map(str, names)], "rows": rows} if len(whole) == len(counts) else None
+
+
+def _task_blocks(view: RunView) -> list[dict[str, Any]]:
+    """Of each task some answers beside the truth."""
+    found = []
+    for name, told in _mapping(view.summary.get("tasks")).items():
+        shown = _mapping(told).get("shown")
+        rows = [_mapping(one) for one in shown] if isinstance(shown, list) else []
+        lines = [
+            [*(str(row.get(key, "")) for key in ("question", "answer", "truth")), "yes" if row.get("right") else "no"]
+            for row in rows
+        ]
+        value, counted = view.final(f"val/{name}"), _mapping(told).get("counted")
+        text = f"val/{name}: {numbers.metric(value, percent=True)} of {counted}; some of them"
+        table = {"names": ["question", "answer", "truth", "right"], "rows": lines} if lines else None
+        found.append(_block(f"Task {name}", table=table, text=text))
+    return found
 
 
 def _attempts(view: RunView) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

@@ -24,7 +24,7 @@ class LossModule(nn.Module):
     def __init__(self, objective: Objective) -> None:
         super().__init__()
         self.model = objective.model
-        self._loss, self._evaluation = objective.micro_batch_loss, objective.evaluation_sums
+        self._loss, self._evaluation = objective.micro_batch_loss, lambda batch: objective.evaluation_sums(batch)
 
     def forward(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss(micro_batch) if torch.is_grad_enabled() else self._evaluation(micro_batch)

@@ -11,6 +11,7 @@ from typing import Any
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
+from mgpu_pipe.config.eval_tasks import metric_of, ranked
 from mgpu_pipe.config.hydra_cli import SweepWords
 from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.objective import description
@@ -173,7 +174,7 @@ def _typed_space(asked: SweepWords) -> Iterator[tuple[str, Any]]:
 def _lower_is_better(config: RunConfig, metric: str) -> bool:
     if config.sweep.direction != "auto":
         return config.sweep.direction == "minimize"
-    known = description(config.objective.name).metric(metric)
+    known = metric_of(config, metric)
     return metric in LOWER_IS_BETTER or not (metric in MEASURED or (known is not None and known.higher_is_better))
 
 
@@ -224,7 +225,7 @@ def _usual_metric(config: RunConfig) -> str:
 
 
 def _check_metric(config: RunConfig, metric: str) -> None:
-    known = [*description(config.objective.name).ranked, *MEASURED]
+    known = [*ranked(config), *MEASURED]
     if metric not in known:
         raise ConfigError("sweep.metric", metric, choose_from(metric, known), "no run logs it")
     if metric.startswith("val/") and not (config.data.validation_fraction > 0 or config.data.validation_paths):

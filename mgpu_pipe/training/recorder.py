@@ -53,6 +53,7 @@ class StepRecorder(pl.Callback):
         own_writer: of this rank's own file, where there are several.
         ranked: metrics that a step's checkpoint keeps.
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
+        tasks: measured at every evaluation, on every rank; gives their metrics.
         sample: called after each closed step, on every rank; its time is not the step's.
         first_reader: checkpoint to take the run's first weights from, once there are some to write into.
         source_tokens: of a mixture, from a step's first sample and their number to the tokens of each source.
@@ -73,6 +74,7 @@ class StepRecorder(pl.Callback):
         own_writer: MetricsWriter | None = None,
         ranked: Sequence[str] = TRAINING_METRICS,
         model_flops_utilisation: Any = None,
+        tasks: Callable[[], dict[str, float]] | None = None,
         sample: Callable[[int], None] | None = None,
         first_reader: Any = None,
         at_first_weights: Callable[[], None] = lambda: None,
@@ -89,7 +91,7 @@ class StepRecorder(pl.Callback):
         self._progress = progress
         self._ranked = ranked
         self._mfu = model_flops_utilisation
-        self._sample = sample
+        self._tasks, self._sample = tasks, sample
         self._first_reader, self._at_first_weights, self._reader = first_reader, at_first_weights, reader
         self._source_tokens = source_tokens
         before = reader.state["metrics"] if reader is not None else {}
@@ -230,9 +232,12 @@ class StepRecorder(pl.Callback):
     def _close_step(self, trainer: pl.Trainer) -> None:
         assert self._open is not None
         row, self._open = self._open, None
+        evaluated = self._evaluation_due(self.step) and not self.stopped
+        if evaluated and self._tasks is not None:
+            row.update(self._tasks())
         self._measured = {key: row[key] for key in (*self._ranked, *self._consumed) if key in row}
         self.metrics.update(self._measured)
-        due = row["step"] % self._config.log_every_n_steps == 0 or "val/loss" in row or row["step"] == self.max_steps
+        due = row["step"] % self._config.log_every_n_steps == 0 or evaluated or row["step"] == self.max_steps
         if due:
             row.update(trainer.strategy.step_metrics())  # type: ignore[attr-defined]
         if due and (self._writer is not None or self._own_writer is not None or trainer.loggers):

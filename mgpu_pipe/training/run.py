@@ -16,8 +16,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.compat.lightning_private import NEVER, quiet_libraries, quiet_signals
 from mgpu_pipe.config.build import build
+from mgpu_pipe.config.eval_tasks import metric_of, task_metrics
 from mgpu_pipe.config.freeze import config_hash
-from mgpu_pipe.config.objective import description, higher_is_better
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
@@ -56,6 +57,7 @@ from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
 from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.training.tasks import RunTasks
 from mgpu_pipe.training.tf32 import set_tf32
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ def train(
         optimizer_factory(config.optimizer, model, precision),
         build_schedule(config.scheduler, total_steps),
     )
-    writer = _metrics_writer(paths, start_step, objective) if rank == 0 else None
+    writer = _metrics_writer(paths, start_step, config, objective) if rank == 0 else None
     own_writer = rank_writer(paths, rank, world_size, start_step)
     start = RunStart(config, paths.root, prepared, plan, dims.data_parallel_rank(rank), max_steps)
     needs_first = objective.needs_first_weights(start)
@@ -140,6 +142,8 @@ def train(
     source = first if reader is None else reader
     if source is not None:
         source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
+    task_keys = [metric.key for metric in task_metrics(config.eval.tasks)]
+    best = metric_of(config, config.checkpoint.best_metric)
     checkpointer = Checkpointer(
         config.checkpoint,
         paths,
@@ -158,7 +162,7 @@ def train(
         timeout_s=config.launch.collective_timeout,
         patience_s=config.launch.stop_timeout,
         start_step=start_step,
-        highest=higher_is_better(config.objective.name, config.checkpoint.best_metric),
+        highest=best is not None and best.higher_is_better,
         before_manifest=writer.sync if writer is not None else lambda: None,
         left_out=left_out_weights(config, model, source),
     )
@@ -172,13 +176,15 @@ def train(
     )
     strategy.average.decay = config.optimizer.ema.decay
     strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, tells=rank == 0)
+    tasks = RunTasks(config, prepared, objective, strategy) if config.eval.tasks else None
     recorder = StepRecorder(
         config.trainer,
         max_steps=max_steps,
         start_step=start_step,
         checkpointer=checkpointer,
         save_last=config.checkpoint.save_last,
-        ranked=objective.description.ranked,
+        ranked=(*objective.description.ranked, *task_keys),
+        tasks=tasks,
         writer=writer,
         own_writer=own_writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
@@ -230,7 +236,7 @@ def train(
         recorder.metrics.update(reader.state["metrics"])
         checkpointer.last_path = resume
     sizes = {"parameters": num_parameters, "trained": num_trained}
-    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes)
+    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes, tasks)
 
 
 def _horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
@@ -245,10 +251,10 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cpu")
 
 
-def _metrics_writer(paths: RunPaths, start_step: int, objective: Objective) -> MetricsWriter:
+def _metrics_writer(paths: RunPaths, start_step: int, config: RunConfig, objective: Objective) -> MetricsWriter:
     if paths.metrics.exists():
         truncate_after(paths.metrics, start_step)
-    measured = [metric.key for metric in objective.description.metrics]
+    measured = [metric.key for metric in (*objective.description.metrics, *task_metrics(config.eval.tasks))]
     return MetricsWriter(paths.metrics, columns=[*STEP_COLUMNS, *measured])
 
 
@@ -354,6 +360,7 @@ def _result(
     checkpointer: Checkpointer,
     precision: str,
     sizes: dict[str, int],
+    tasks: RunTasks | None,
 ) -> TrainResult:
     memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
     status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
@@ -385,6 +392,7 @@ def _result(
         },
         "data": prepared.as_dict(),
         **({"found": found} if (found := strategy.objective.found) else {}),
+        **({"tasks": tasks.told()} if tasks is not None else {}),
         "memory": memory,
         "times": by_rank(recorder.times(), strategy.root_device),
     }

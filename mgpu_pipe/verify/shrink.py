@@ -8,6 +8,7 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.optimizer import OptimizerConfig
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.resolve import resolve_precision
@@ -117,6 +118,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
             val_every_n_steps=None,
             sample_every_n_steps=None,
         ),
+        eval=EvalConfig(),
         logger={},
         callbacks={},
         launch=replace(config.launch, max_restarts=0),

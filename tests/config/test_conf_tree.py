@@ -26,6 +26,7 @@ NEEDS_MORE = {
     ("data", "spoken_preferences"),
     ("data", "spoken_chat"),
     ("data", "mixture"),
+    ("data", "rule_chat"),
     ("objective", "dpo"),
     ("objective", "distill"),
     ("model", "bert_tiny"),

@@ -164,7 +164,7 @@ def test_eval_takes_other_data_and_nothing_else(run: Run, tmp_path: Path, capsys
     assert main(["eval", str(run[0]), "data.validation_fraction=0"]) == 2
     assert "data.validation_paths" in capsys.readouterr().err
     assert main(["eval", str(run[0]), "optimizer.lr=1"]) == 2
-    assert "data overrides only" in capsys.readouterr().err
+    assert "data and eval overrides only" in capsys.readouterr().err
     assert main(["eval", str(run[0]), "data.validation_pathz=[x]"]) == 2
     assert "data.validation_paths" in capsys.readouterr().err
 

@@ -14,10 +14,11 @@ import pytest
 import mgpu_pipe
 from mgpu_pipe.config import objective, plugins
 from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.eval_tasks import higher_is_better
 from mgpu_pipe.config.freeze import freeze, load
 from mgpu_pipe.config.json_schema import json_schema
 from mgpu_pipe.config.mathematics import mathematics_hash
-from mgpu_pipe.config.objective import Description, Metric, description, higher_is_better
+from mgpu_pipe.config.objective import Description, Metric, description
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.objectives.registry import objective_class
@@ -105,7 +106,7 @@ def test_every_objective_agrees_with_its_description() -> None:
 
 def test_the_default_objective_is_causal_language_modelling() -> None:
     assert type(RunConfig().objective) is description("causal_lm").keys
-    assert not higher_is_better("causal_lm", "val/perplexity")
+    assert not higher_is_better({"objective": {"name": "causal_lm"}}, "val/perplexity")
     assert description("causal_lm").measured([2.0, 4.0])["val/perplexity"] == pytest.approx(2.718281828**0.5)
 
 

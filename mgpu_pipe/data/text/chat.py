@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -25,6 +26,10 @@ from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironmen
 from mgpu_pipe.errors import BadInputError, DataError
 
 Span = tuple[int, int]
+TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "name")
+"""What of a message may be written."""
+SEEN = "\ufdd2"
+"""A Unicode noncharacter: shows whether a content is rendered."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -59,6 +64,10 @@ class ChatTemplate:
         special_tokens: what templates may name: ``bos_token``, ``eos_token``, ...
         stop_tokens: texts of the tokenizer's special tokens, which may end a turn.
 
+    Attributes:
+        odd: conversations of which something is left out, or that are not question and answer by turns.
+        first_odd: the first of them: file, line, and why.
+
     Raises:
         jinja2.TemplateError: the template is not valid Jinja, or compiling it takes more than a template's limits.
     """
@@ -75,6 +84,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         with limited():
             self._template = environment.from_string(self.source)
+        self.odd, self.first_odd = 0, ""
         self._marks_generation = bool(_GENERATION.search(self.source))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
@@ -135,8 +145,11 @@ class ChatTemplate:
     def _with_spans(self, messages: list[dict[str, Any]], tools: object, origin: str) -> tuple[str, list[Span]]:
         full = self.render(messages, tools)
         check_unicode(full, origin)
+        self._note(messages, full, origin)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [index for index in answers if is_trained(messages[index])]
+        for index in trained:
+            self._check_said(full, messages, tools, index, origin)
         if self._marks_generation:
             text, marked = _marked_spans(full)
             if trained == answers:
@@ -173,6 +186,22 @@ class ChatTemplate:
         ends = [token for token in self.stop_tokens if token and behind.startswith(token)]
         return max(ends, key=len, default=None)
 
+    def _note(self, messages: list[dict[str, Any]], full: str, origin: str) -> None:
+        """Count a conversation that is not trained on as it stands, and keep why of the first."""
+        why = next(_oddities(messages, full), None)
+        if why is not None:
+            self.odd += 1
+            self.first_odd = self.first_odd or f"{origin}: {why}"
+
+    def _check_said(self, full: str, messages: list[dict[str, Any]], tools: object, index: int, origin: str) -> None:
+        """Refuse a template that hides what the assistant says."""
+        content = (messages[index]["content"] or "").strip()
+        if not content or content in full:
+            return
+        marked = [*messages[:index], {**messages[index], "content": SEEN}, *messages[index + 1 :]]
+        if SEEN not in self.render(marked, tools):
+            raise DataError(f"{origin}: the chat template hides what the assistant says in message {index + 1}")
+
     def _turn(self, full: str, messages: list[dict[str, Any]], tools: object, index: int) -> Span | None:
         """The span of message ``index`` if the rendering up to it is a prefix of ``full``."""
         try:
@@ -203,6 +232,22 @@ class ChatTemplate:
         end = max(start, len(full) - len(tail))
         stop = next((token for token in self.stop_tokens if token and full.startswith(token, end)), "")
         return start, len(full) if index == len(messages) - 1 else end + len(stop)
+
+
+def _oddities(messages: list[dict[str, Any]], full: str) -> Iterator[str]:
+    """What of a conversation is told: parts that the template leaves out, and turns that nobody would expect."""
+    plain = full.replace(OPEN, "").replace(CLOSE, "")
+    for number, message in enumerate(messages, start=1):
+        for name in TEXTS if message["role"] != "tool" else ():
+            text = message.get(name)
+            if isinstance(text, str) and text.strip() not in plain:
+                yield f"the chat template leaves out (a part of) {name} of message {number}"
+    roles = [message["role"] for message in messages]
+    for number, (role, following) in enumerate(pairwise(roles), start=1):
+        if role == following == "user":
+            yield f"messages {number} and {number + 1} are both the user's"
+    if roles[-1] == "user":
+        yield "the last message is the user's: nobody answers it"
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -50,6 +50,9 @@ class EncodedBatch(NamedTuple):
     """1 where a token counts as a label (of preferences: the bits of ``data.text.preferences``); None where all do."""
     size: int
     """Progress: sum of the documents' sizes."""
+    odd: int = 0
+    """Conversations that are told, see :class:`~mgpu_pipe.data.text.chat.ChatTemplate`."""
+    first_odd: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Encoder:
 
     def encode(self, documents: list[Document]) -> EncodedBatch:
         eos = self._spec.eos_token_id
+        odd = 0 if self._template is None else self._template.odd
         pieces: list[list[int]] = []
         masks: list[NDArray[np.uint8]] = []
         if documents[0].tokens is not None:
@@ -144,6 +148,8 @@ class Encoder:
             hashes=np.array([document_hash(document.split_key) for document in documents], dtype=np.uint64),
             loss_mask=np.concatenate(masks) if masks else None,
             size=sum(document.size for document in documents),
+            odd=0 if self._template is None else self._template.odd - odd,
+            first_odd="" if self._template is None else self._template.first_odd,
         )
 
     def _ended_conversation(self, text: str, spans: list[Span]) -> tuple[list[int], NDArray[np.uint8]]:

@@ -90,6 +90,8 @@ class PreparedData(Prepared):
     """Identity of the training data: content, tokenizer, split, sample length and packing."""
     validation_digest: str = ""
     """The same of held-out files of their own; empty where what is held out follows from the training data."""
+    told: str = ""
+    """Of conversations: the first of which something is left out, or whose turns are odd, and how many there are."""
 
     def as_dict(self) -> dict[str, Any]:
         """A form that JSON holds; :meth:`from_dict` reads it."""
@@ -220,8 +222,14 @@ def _summary(
         validation_tokens=held_tokens,
         unigram_perplexity=perplexity,
         digest=digest_of(train.packs.name),
+        told=next((_told(manifest) for manifest in manifests if manifest.get("odd")), ""),
         validation_digest=digest_of(validation.packs.name) if validation and validation.tokens != folder else "",
     )
+
+
+def _told(manifest: Mapping[str, Any]) -> str:
+    others = int(manifest["odd"]) - 1
+    return f"{manifest['first_odd']}{f'; {others:,} more conversations are odd' if others else ''}"
 
 
 def tokenise(

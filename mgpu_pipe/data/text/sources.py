@@ -27,13 +27,15 @@ from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.data.text.preference_row import preference_of, prompt_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 
+RULES: dict[str, Literal["chat", "text"]] = {"rule_chat": "chat", "rule_facts": "text"}
+"""Sources of questions and facts made by rules: what their documents are."""
 MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
     "number_words": ("pairs", 2),
     "spoken_chat": ("chat", 2),
     "spoken_preferences": ("preferences", 1),
 }
 """Sources made of ``data.numbers`` by a rule: what their documents are, and how many each number gives."""
-READ_NO_PATHS = ("stdlib_text", *MADE, "mixture", "synthetic", "digits")
+READ_NO_PATHS = ("stdlib_text", *MADE, *RULES, "mixture", "synthetic", "digits")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
@@ -215,6 +217,8 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
         return _file_source(data, files.expand_paths(data.paths, key), cache, progress)
     if data.source in MADE:
         return _number_source(data)
+    if data.source in RULES:
+        return _rule_source(data.source)
     return plug_in_source(config, _plug_in(data.source))
 
 
@@ -297,6 +301,13 @@ def _text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:
         raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string; {files.FIX}")
     files.check_unicode(text, origin)
     return text
+
+
+def _rule_source(name: str) -> Source:
+    from mgpu_pipe.data.text import rules  # numpy, which check does without
+
+    identity = digest_of(name, Path(rules.__file__).read_text(encoding="utf-8"))
+    return Source(name, identity, 0, lambda: rules.rule_documents(name), RULES[name])
 
 
 def _number_source(data: DataConfig) -> Source:

@@ -76,7 +76,8 @@ def write_tokens(
     """
     lengths: list[NDArray[np.int64]] = []
     hashes: list[NDArray[np.uint64]] = []
-    done = learned = 0
+    done = learned = odd = 0
+    first_odd = ""
     with open(folder / _TOKENS, "wb") as tokens, open(folder / _MASK, "wb") as mask:
         for batch in encoded:
             tokens.write(batch.tokens.data)
@@ -86,6 +87,8 @@ def write_tokens(
             lengths.append(batch.lengths)
             hashes.append(batch.hashes)
             done += batch.size
+            odd += batch.odd
+            first_odd = first_odd or batch.first_odd
             progress("tokenise", done, total)
     if not lengths:
         raise DataError(f"data.source={meta['name']}: gives no documents")
@@ -100,4 +103,6 @@ def write_tokens(
         "documents": len(offsets) - 1,
         "tokens": int(offsets[-1]),
         "learned_tokens": learned if masked else int(offsets[-1]),
+        "odd": odd,
+        "first_odd": first_odd,
     }

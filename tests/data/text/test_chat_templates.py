@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from mgpu_pipe.config.compose import compose
 from mgpu_pipe.data.text import chat_templates
 from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.chat_templates import SPECIAL
@@ -20,6 +21,7 @@ from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, write_jsonl
 from tests.inference.support import write_tokenizer
 
+CHATML = (Path(chat_templates.__file__).parent / "templates" / "chatml.jinja").read_text(encoding="utf-8")
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
 TALK = [*ASKED, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Who?"}]
 TALK = [*TALK, {"role": "assistant", "content": "Me."}]
@@ -251,3 +253,37 @@ def test_a_name_that_is_nearly_right_is_suggested(tmp_path: Path) -> None:
     run = config(tmp_path, source="chat_jsonl", paths=["none"], chat_template="lama3")
     with pytest.raises(ConfigError, match=r"data\.chat_template=lama3: .*did you mean llama3\?"):
         chat_templates.check_chat(run)
+
+
+def test_what_is_left_out_and_odd_turns_are_told_once_with_the_line(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
+    rows = {
+        "reasoning_content of message 2": [asked, {**said, "reasoning_content": "Because."}],
+        "messages 1 and 2 are both the user's": [asked, asked, said],
+        "the last message is the user's: nobody answers it": [asked, said, asked],
+        "name of message 1": [{**asked, "name": "Ann"}, said],
+    }
+    for why, messages in rows.items():
+        template = ChatTemplate(CHATML)
+        template.conversation(json.dumps({"messages": messages}), "x.jsonl:7", "messages")
+        template.conversation(json.dumps({"messages": messages}), "x.jsonl:8", "messages")
+        assert template.odd == 2 and template.first_odd.startswith("x.jsonl:7: ") and why in template.first_odd
+    file = tmp_path / "talk.jsonl"
+    talks = [[asked, said], *rows.values()]
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    words = ["data=chat_jsonl", f"data.paths=[{file}]", "data.chat_template=chatml", "model.config.vocab_size=300"]
+    prepared = prepare(compose([*words, f"data.cache_dir={tmp_path}/cache", "data.validation_fraction=0"])[0])
+    first = "talk.jsonl:2: the chat template leaves out (a part of) reasoning_content of message 2"
+    assert prepared.told.endswith(f"{first}; 3 more conversations are odd")
+    plain = ChatTemplate(CHATML)
+    plain.conversation(json.dumps({"messages": [asked, {**said, "content": " b "}]}), "x", "messages")
+    assert not plain.odd
+
+
+def test_a_template_that_hides_the_answer_is_refused() -> None:
+    row = json.dumps({"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]})
+    for hidden in ("", "{% generation %}x{% endgeneration %}"):
+        shown = "{% if m.role == 'user' %}{{ m.content }}{% else %}" + hidden + "{% endif %}"
+        template = ChatTemplate("{% for m in messages %}" + shown + "<end>{% endfor %}", stop_tokens=("<end>",))
+        with pytest.raises(DataError, match="x:1: the chat template hides what the assistant says in message 2"):
+            template.conversation(row, "x:1", "messages")

@@ -1,0 +1,57 @@
+"""Multiple choice: of the choices of each question the likeliest, by log-likelihood. No torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mgpu_pipe.config.eval_tasks import EvalTask
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.errors import DataError
+from mgpu_pipe.inference.tasks import SHOWN, Measured
+
+if TYPE_CHECKING:
+    from mgpu_pipe.inference.tasks.judge import Judge
+
+FORM = '{"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}'
+
+
+class Choice(NamedTuple):
+    prompt: str
+    choices: list[str]
+    answer: int
+
+
+def read(task: EvalTask, key: str, config: RunConfig) -> list[Choice]:
+    return [
+        _choice(files.json_row(line, origin), origin)
+        for path in files.expand_paths(task.paths, f"{key}.paths")
+        for line, origin, _ in files.read_lines(path)
+    ]
+
+
+def measure(rows: Sequence[Choice], task: EvalTask, judge: Judge) -> Measured:
+    texts = [judge.continued(row.prompt, choice) for row in rows for choice in row.choices]
+    losses = iter(judge.losses(texts, task.batch_size))
+    right, shown = 0, []
+    for row in rows:
+        of_choices = [next(losses) for _ in row.choices]
+        chosen = of_choices.index(min(of_choices))
+        right += chosen == row.answer
+        told = {"question": row.prompt, "answer": row.choices[chosen], "truth": row.choices[row.answer]}
+        shown.append({**told, "right": chosen == row.answer})
+    return Measured(right / len(rows), len(rows), shown[:SHOWN])
+
+
+def _choice(row: dict[str, Any], origin: str) -> Choice:
+    prompt, answer = row.get("prompt"), row.get("answer")
+    listed = row.get("choices")
+    choices = [one for one in listed if isinstance(one, str) and one] if isinstance(listed, list) else []
+    if not isinstance(prompt, str) or len(choices) < 2 or choices != listed:
+        raise DataError(f"{origin}: is no question with two choices or more; write it like {FORM}")
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+        raise DataError(f"{origin}: answer is {answer!r}; use the place of the right choice, 0 to {len(choices) - 1}")
+    for text in (prompt, *choices):
+        files.check_unicode(text, origin)
+    return Choice(prompt, choices, answer)

@@ -1,0 +1,38 @@
+"""The perplexity of texts, a token: of a domain, where each has a task of its own. No torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.eval_tasks import EvalTask
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.errors import DataError
+from mgpu_pipe.inference.tasks import Measured
+from mgpu_pipe.objectives.causal_lm_keys import perplexity
+
+if TYPE_CHECKING:
+    from mgpu_pipe.inference.tasks.judge import Judge
+
+
+def read(task: EvalTask, key: str, config: RunConfig) -> list[str]:
+    texts = []
+    for path in files.expand_paths(task.paths, f"{key}.paths"):
+        if ".jsonl" not in path.name:
+            texts.append(files.decode(files.read_bytes(path), str(path)))
+            continue
+        for line, origin, _ in files.read_lines(path):
+            text = files.json_row(line, origin).get(config.data.text_column)
+            if not isinstance(text, str):
+                raise DataError(f"{origin}: column '{config.data.text_column}' (data.text_column) holds no text")
+            files.check_unicode(text, origin)
+            texts.append(text)
+    return [text for text in texts if text]
+
+
+def measure(rows: Sequence[str], task: EvalTask, judge: Judge) -> Measured:
+    pieces = [piece for text in rows for piece in judge.pieces(text)]
+    counted = sum(len(ids) for _, ids in pieces)
+    value = perplexity([sum(judge.losses(pieces, task.batch_size)), counted])["val/perplexity"]
+    return Measured(value, counted, [])
