@@ -34,7 +34,7 @@ def notices(config: RunConfig) -> list[Notice]:
     if emulated := emulated_type(config):
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
         notices.append(Notice("precision.name", text))
-    if not config.checkpoint.save_last and config.checkpoint.every_n_steps is None:
+    if not config.checkpoint.save_last and not config.checkpoint.saves_on_the_way():
         notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
         if config.objective.prompts()[0] and config.trainer.sample_every_n_steps is None:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))

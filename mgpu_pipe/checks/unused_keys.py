@@ -111,7 +111,7 @@ def _peft(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
     checkpoint, default = config.checkpoint, DEFAULT.checkpoint
     for key in ("when_busy", "on_save_error"):
-        if checkpoint.every_n_steps is None and getattr(checkpoint, key) != getattr(default, key):
+        if not checkpoint.saves_on_the_way() and getattr(checkpoint, key) != getattr(default, key):
             yield f"checkpoint.{key}", "without checkpoint.every_n_steps nothing is saved beside training"
     if checkpoint.frozen_weights == "leave_out":
         if not config.model.freeze and config.peft.name == "none":

@@ -180,6 +180,8 @@ def _device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Con
 
 def _length_errors(config: RunConfig) -> list[ConfigError]:
     trainer = config.trainer
+    if trainer.max_time is not None and not trainer.max_seconds():
+        return [ConfigError("trainer.max_time", trainer.max_time, "write it as DD:HH:MM:SS, e.g. 00:12:00:00")]
     if trainer.max_steps is None and trainer.max_epochs is None:
         return [ConfigError("trainer.max_steps", None, "give trainer.max_steps or trainer.max_epochs")]
     if trainer.max_steps is not None and trainer.max_epochs is not None:

@@ -284,6 +284,8 @@ class PrecisionConfig:
 class CheckpointConfig:
     every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Save every so many optimizer steps; null saves at the end (and on a signal) only."""
+    every_n_minutes: float | None = field(default=None, metadata={"above": 0})
+    """Save after the step in which so many minutes have passed since the last save."""
     save_last: bool = True
     """Save after the last step."""
     keep_last: int = field(default=2, metadata={"at_least": 0})
@@ -313,6 +315,19 @@ class CheckpointConfig:
     on_corruption: Literal["fallback", "stop"] = "fallback"
     """A damaged checkpoint: take the one before it, or stop."""
 
+    def saves_on_the_way(self) -> bool:
+        """Whether more is saved than the run's end."""
+        return self.every_n_steps is not None or self.every_n_minutes is not None
+
+
+def seconds_of(text: str) -> float | None:
+    """Of DD:HH:MM:SS; None of anything else."""
+    parts = text.split(":")
+    if len(parts) != 4 or not all(part.isdecimal() and len(part) < 6 for part in parts):
+        return None
+    days, hours, minutes, seconds = map(int, parts)
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
 
 @dataclass
 class TrainerConfig:
@@ -326,6 +341,8 @@ class TrainerConfig:
     """Optimizer steps to train for, counted from the start of the run."""
     max_epochs: int | None = field(default=None, metadata={"at_least": 1})
     """Passes over the data to train for, where max_steps is not given."""
+    max_time: str | None = None
+    """Time to train for at most, DD:HH:MM:SS, over all attempts with such a limit: the run saves, and has finished."""
     val_every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Evaluate the held-out set every so many steps; null evaluates at the end only."""
     sample_every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
@@ -338,6 +355,10 @@ class TrainerConfig:
     """Use deterministic algorithms only; slower on CUDA, makes runs bit-equal there."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """Progress on stderr; auto: a bar on a terminal, plain lines elsewhere."""
+
+    def max_seconds(self) -> float | None:
+        """Of max_time; None where it is none, or is not written as it should be."""
+        return None if self.max_time is None else seconds_of(self.max_time)
 
 
 @dataclass

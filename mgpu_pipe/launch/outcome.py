@@ -56,7 +56,8 @@ def print_before(
 
 
 def say_complete(paths: RunPaths) -> None:
-    print("this run is complete; raise trainer.max_steps to go on", file=sys.stderr)
+    limit = "max_time" if "max_time" in read_summary(paths) else "max_steps"
+    print(f"this run is complete; raise trainer.{limit} to go on", file=sys.stderr)
     print(f"run: {paths.root}", flush=True)
 
 

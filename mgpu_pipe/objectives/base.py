@@ -44,6 +44,9 @@ class StepResult:
     abandoned: bool = False
     """The step was left because of a stop, on all ranks alike: it leaves no trace, and a resume does it again."""
 
+    save: bool = False
+    """By some rank's clock a save is due."""
+
     @classmethod
     def left(cls) -> StepResult:
         """Of a step that was abandoned."""

@@ -20,11 +20,15 @@ SLOW_SHARE = 0.95
 
 
 def why(view: RunView) -> dict[str, str] | None:
-    """Why a run is not finished, and the command that goes on; None for one that is."""
-    if view.status == "finished":
+    """Why a run took not all its steps, and the command that goes on; None for one that did."""
+    limit = view.summary.get("max_time")
+    if view.status == "finished" and limit is None:
         return None
     total = f" of {view.total_steps:,}" if view.total_steps else ""
     at = f"step {view.steps:,}{total}" if view.steps else "no logged step"
+    if view.status == "finished":
+        text = f"trainer.max_time={limit} ended it after {at}; a larger one goes on from there."
+        return {"text": text, "command": ""}
     if view.status == "running":
         when = f", written {_moment(view.paths.metrics)}" if view.steps else ""
         return {"text": f"A launch holds this run's folder; the last logged is {at}{when}.", "command": ""}

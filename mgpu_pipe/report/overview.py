@@ -194,6 +194,7 @@ def _precision(config: RunConfig) -> str:
 def _checkpoint(config: RunConfig) -> str:
     checkpoint = config.checkpoint
     saves = [f"every {checkpoint.every_n_steps} steps"] if checkpoint.every_n_steps else []
+    saves += [f"every {checkpoint.every_n_minutes:g} minutes"] if checkpoint.every_n_minutes else []
     saves += ["at the end"] if checkpoint.save_last else []
     kept = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ", all kept"
     text = f"{' and '.join(saves)}{kept}" if saves else "none"

@@ -34,8 +34,9 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
     """
     metrics = _mapping(summary.get("metrics"))
     peak = _peak(_mapping(summary.get("memory")).get("peak_gib"))
+    limit = f", by trainer.max_time={summary['max_time']}" if "max_time" in summary else ""
     rows = [
-        ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}"),
+        ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}{limit}"),
         ("training loss", numbers.fixed(number(metrics.get("train/loss")), 4)),
         ("held-out loss", numbers.fixed(number(metrics.get("val/loss")), 4)),
         ("throughput", _throughput(metrics)),

@@ -21,7 +21,7 @@ from mgpu_pipe.checkpoint import files, layout
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.mathematics import mathematics_hash
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, seconds_of
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.auto_resume import HASH_DIGITS, find_own, named_after
 from mgpu_pipe.runs.continue_line import line_for
@@ -163,10 +163,13 @@ def has_trained(paths: RunPaths) -> bool:
 
 
 def completed(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether the run in ``folder`` has finished and ``config`` does not ask for more steps than it took."""
+    """Whether the run in ``folder`` has finished and ``config`` does not ask for more steps, or time, than it took."""
     summary = read_summary(folder.paths)
     if not folder.goes_on or summary.get("status") != "finished":
         return False
+    if "max_time" in summary:  # it ended the run
+        allowed, taken = config.trainer.max_seconds(), seconds_of(str(summary["max_time"]))
+        return allowed is not None and taken is not None and allowed <= taken
     if config.trainer.max_steps is not None:
         reached = summary.get("max_steps", summary.get("step"))  # a callback may have ended it before its limit
         return isinstance(reached, int) and config.trainer.max_steps <= reached

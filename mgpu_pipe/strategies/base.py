@@ -52,6 +52,8 @@ class EngineStrategy(ParallelStrategy):
         self._device = device
         self.average = WeightAverage()
         """Of the weights, kept in the optimizer's state; whoever makes the strategy says how."""
+        self.save_due: Callable[[], bool] = lambda: False
+        """Whether this rank finds, at a step's end, that it is time for a save. As above."""
         self.spike_guard = SpikeGuard()
         """As above."""
 

@@ -283,19 +283,22 @@ class DeepSpeedStrategy(EngineStrategy):
             torch.cuda.synchronize(self._device)  # whatever stream of the backward pass copied
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         # One small all-reduce tells every rank the loss, the norm, what all were told, and which gradients exist.
-        told = torch.tensor([*self._stop.told(), *self._used.values()], dtype=torch.float64, device=self._device)
+        own = self._stop.told(self.save_due())
+        told = torch.tensor([*own, *self._used.values()], dtype=torch.float64, device=self._device)
         facts = self.sum_over_data(torch.cat([loss_sum.reshape(1), squares.reshape(1), told])).tolist()
-        loss, norm, stopping = facts[0] / step_batch.loss_denominator, facts[1] ** 0.5, self._stop.heard(*facts[2:4])
-        self._unused = [name for name, used in zip(self._used, facts[4:], strict=True) if not used]
+        loss, norm, stopping = facts[0] / step_batch.loss_denominator, facts[1] ** 0.5, self._stop.heard(*facts[2:5])
+        self._unused = [name for name, used in zip(self._used, facts[5:], strict=True) if not used]
         if stopping and self.evaluation_follows:
             return StepResult.left()
         check_finite(loss, norm, step_batch)
         if self.spike_guard.refuses(step_batch.step, norm):
             self._skips = True
-            return StepResult.left() if self.spike_guard.stopped_by else StepResult(loss, norm, stopping, skipped=True)
+            if self.spike_guard.stopped_by is not None:
+                return StepResult.left()
+            return StepResult(loss, norm, stopping, skipped=True, save=self._stop.save_wanted)
         if self._max_norm is not None and norm + CLIP_EPSILON > self._max_norm:
             self.state.clip(self._max_norm / (norm + CLIP_EPSILON))
-        return StepResult(loss, norm, stopping)
+        return StepResult(loss, norm, stopping, save=self._stop.save_wanted)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Lightning's hooks, then DeepSpeed's update."""

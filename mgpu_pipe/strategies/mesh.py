@@ -193,7 +193,7 @@ class MeshStrategy(EngineStrategy):
 
     def _finish_step(self, step_batch: StepBatch, loss_sum: torch.Tensor) -> StepResult:
         parameters = self.split.parameters
-        loss, norm, heard = self.split.end_step(loss_sum, self._stop.told(), step_batch)
+        loss, norm, heard = self.split.end_step(loss_sum, self._stop.told(self.save_due()), step_batch)
         stop = self._stop.heard(*heard)
         if stop and self.evaluation_follows:
             return StepResult.left()
@@ -205,14 +205,16 @@ class MeshStrategy(EngineStrategy):
         if self._loss_scale is not None:
             norm /= self._loss_scale.value
             if not self._unscale(step_batch, norm - norm == 0.0):
-                return StepResult(loss, norm, stop, skipped=True)
+                return StepResult(loss, norm, stop, skipped=True, save=self._stop.save_wanted)
         check_finite(loss, norm, step_batch)
         if self.spike_guard.refuses(step_batch.step, norm):
             self.split.facts.drop()
-            return StepResult.left() if self.spike_guard.stopped_by else StepResult(loss, norm, stop, skipped=True)
+            if self.spike_guard.stopped_by is not None:
+                return StepResult.left()
+            return StepResult(loss, norm, stop, skipped=True, save=self._stop.save_wanted)
         if self._max_norm is not None:
             clip_gradients(parameters, norm, self._max_norm)
-        return StepResult(loss, norm, stop)
+        return StepResult(loss, norm, stop, save=self._stop.save_wanted)
 
     def _unscale(self, step_batch: StepBatch, finite: bool) -> bool:
         """Take the loss scale out of the gradients and adapt it; whether there is to be an update."""

@@ -29,6 +29,8 @@ class MicroBatchStop:
     def __init__(self, requested: Callable[[], bool]) -> None:
         self._requested = requested
         self._group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        self.save_wanted = False
+        """Some rank wanted a save, at the last step's end."""
         self._began = 0.0
         self._step_s = float("inf")
         """Of the last step, the same on all ranks; the first one's is not known."""
@@ -47,13 +49,18 @@ class MicroBatchStop:
         dist.all_reduce(asked, group=self._group)
         return bool(asked)
 
-    def told(self) -> list[float]:
-        """What this rank contributes to the sum over all ranks at a step's end; see :meth:`heard`."""
-        return [float(self._requested()), time.monotonic() - self._began]
+    def told(self, save: bool = False) -> list[float]:
+        """What this rank contributes to the sum over all ranks at a step's end; see :meth:`heard`.
 
-    def heard(self, asked: float, seconds: float) -> bool:
+        Args:
+            save: this rank finds that a save is due.
+        """
+        return [float(self._requested()), time.monotonic() - self._began, float(save)]
+
+    def heard(self, asked: float, seconds: float, save: float) -> bool:
         """Take the sums of :meth:`told` over all ranks; whether any rank was asked to stop."""
         self._step_s = seconds / dist.get_world_size()
+        self.save_wanted = save > 0
         return asked > 0
 
     def _stride(self, count: int) -> int:

@@ -30,6 +30,7 @@ from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 from mgpu_pipe.parallel.weight_average import EMA
+from mgpu_pipe.training.run_clock import RunClock
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Checkpointer:
         patience_s: seconds that a save gets to be committed when training has failed.
         left_out: the frozen weights that are not saved.
         start_step: the step that the attempt goes on from.
+        clock: of the run; told of every save.
         before_manifest: brings to the disk what must be there before a checkpoint is; called on rank 0, perhaps by
             another thread.
     """
@@ -68,6 +70,7 @@ class Checkpointer:
         patience_s: float = 60.0,
         start_step: int = 0,
         before_manifest: Callable[[], None] = lambda: None,
+        clock: RunClock | None = None,
         highest: bool = False,
         left_out: LeftOut | None = None,
     ) -> None:
@@ -77,8 +80,9 @@ class Checkpointer:
         self._highest = highest
         self._config, self._paths, self._fixed_state = config, paths, fixed_state
         self._before_manifest, self._patience_s = before_manifest, patience_s
+        self._clock = clock or RunClock()
         # The run's last save has nothing to run beside.
-        beside = config.async_save and config.every_n_steps is not None
+        beside = config.async_save and config.saves_on_the_way()
         self._background = BackgroundSaver(timeout_s) if beside else None
         self._planner = Planner()
         self._start_step = start_step
@@ -159,6 +163,7 @@ class Checkpointer:
                 )
                 return
             self._settle(background.wait(), last=False)
+        self._clock.saved()
         self.last_step, self._failed = step, None
         root, optimizer = self._paths.checkpoints, strategy.optimizer_shards()
         model = [shard for shard in strategy.model_shards() if shard.tensor_slice.name not in self._left_out]
@@ -214,6 +219,7 @@ class Checkpointer:
         return {
             **self._fixed_state,
             **copy.deepcopy(strategy.state_entries()),  # written later, when training has gone on
+            **self._clock.state(),
             "step": step,
             "samples_consumed": step * self._fixed_state["global_batch_size"],
             # JSON has no infinity: a metric that overflowed is left out.

@@ -57,6 +57,7 @@ class StepRecorder(pl.Callback):
         sample: called after each closed step, on every rank; its time is not the step's.
         first_reader: checkpoint to take the run's first weights from, once there are some to write into.
         source_tokens: of a mixture, from a step's first sample and their number to the tokens of each source.
+        begins: called before the first step.
         at_first_weights: called when the first weights are there, on every rank.
         reader: checkpoint to take weights and optimizer state from, after that.
     """
@@ -80,6 +81,7 @@ class StepRecorder(pl.Callback):
         at_first_weights: Callable[[], None] = lambda: None,
         reader: Any = None,
         source_tokens: Callable[[int, int], dict[str, int]] | None = None,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self.max_steps = max_steps
@@ -92,6 +94,8 @@ class StepRecorder(pl.Callback):
         self._ranked = ranked
         self._mfu = model_flops_utilisation
         self._tasks, self._sample = tasks, sample
+        self._begins = begins
+        self._save_due = False
         self._first_reader, self._at_first_weights, self._reader = first_reader, at_first_weights, reader
         self._source_tokens = source_tokens
         before = reader.state["metrics"] if reader is not None else {}
@@ -125,6 +129,7 @@ class StepRecorder(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._progress is not None:
             self._progress.start(self._start_step)
+        self._begins()
         self._mark_time()
 
     def on_train_batch_start(
@@ -144,7 +149,7 @@ class StepRecorder(pl.Callback):
             stop_after_this_step(trainer)
         if result.abandoned:
             return
-        self.step, self._cpu = batch.step + 1, cpu
+        self.step, self._cpu, self._save_due = batch.step + 1, cpu, result.save
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):  # fp16 skips a step that is not
             self._checkpointer.step_was_finite(self.step)
         if self.step > self._start_step + WARM_UP_STEPS:
@@ -257,7 +262,7 @@ class StepRecorder(pl.Callback):
                 lr=row["lr"],
                 val_loss=row.get("val/loss"),
             )
-        if self._checkpointer.due(row["step"]):
+        if self._save_due or self._checkpointer.due(row["step"]):
             self._save(trainer)
         if self._sample is not None and not self.stopped:
             self._sample(row["step"])

@@ -56,6 +56,7 @@ from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
+from mgpu_pipe.training.run_clock import RunClock
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.training.tasks import RunTasks
 from mgpu_pipe.training.tf32 import set_tf32
@@ -144,6 +145,12 @@ def train(
         source.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
     task_keys = [metric.key for metric in task_metrics(config.eval.tasks)]
     best = metric_of(config, config.checkpoint.best_metric)
+    clock = RunClock(
+        config.trainer.max_seconds(),
+        config.checkpoint.every_n_minutes,
+        float(reader.state.get("trained_s", 0.0)) if reader is not None else 0.0,
+        tells=rank == 0,
+    )
     checkpointer = Checkpointer(
         config.checkpoint,
         paths,
@@ -163,17 +170,23 @@ def train(
         patience_s=config.launch.stop_timeout,
         start_step=start_step,
         highest=best is not None and best.higher_is_better,
+        clock=clock,
         before_manifest=writer.sync if writer is not None else lambda: None,
         left_out=left_out_weights(config, model, source),
     )
+
+    def asked_to_stop() -> bool:
+        return stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s)
+
     strategy = strategy_class(config.strategy.engine).from_config(
         config,
         dims,
         device,
         materialise=fill,
         dropout_seed=config.seed if uses_dropout(model) else None,
-        stop_requested=lambda: stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s),
+        stop_requested=lambda: asked_to_stop() or clock.is_over(),
     )
+    strategy.save_due = clock.save_is_due
     strategy.average.decay = config.optimizer.ema.decay
     strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, tells=rank == 0)
     tasks = RunTasks(config, prepared, objective, strategy) if config.eval.tasks else None
@@ -194,6 +207,7 @@ def train(
         at_first_weights=lambda: objective.first_weights(start) if needs_first else None,
         reader=reader,
         source_tokens=prepared.source_tokens(config),
+        begins=clock.start,
     )
     held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank), objective.samples)
     try:
@@ -231,12 +245,22 @@ def train(
             own_writer.close()
     if strategy.spike_guard.stopped_by is not None:
         raise GradientSpikeError(strategy.spike_guard.stopped_by, checkpointer.last_path)
+    in_time = recorder.stopped and recorder.step < max_steps and _time_alone(strategy, asked_to_stop(), clock.is_over())
     no_step_done = reader is not None and recorder.step == start_step  # killed after the last save, or stopped at once
     if reader is not None and no_step_done and (reader.folder.parent == paths.checkpoints or start_step >= max_steps):
         recorder.metrics.update(reader.state["metrics"])
         checkpointer.last_path = resume
     sizes = {"parameters": num_parameters, "trained": num_trained}
-    return _result(config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes, tasks)
+    return _result(
+        config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes, tasks, in_time
+    )
+
+
+def _time_alone(strategy: EngineStrategy, asked: bool, over: bool) -> bool:
+    """Whether ``trainer.max_time`` alone made the ranks stop; each knows its own reasons. A collective call."""
+    known = torch.tensor([asked, over], dtype=torch.float64, device=strategy.root_device)
+    asked_any, over_any = strategy.sum_over_data(known).tolist()
+    return over_any > 0 and not asked_any
 
 
 def _horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
@@ -361,9 +385,11 @@ def _result(
     precision: str,
     sizes: dict[str, int],
     tasks: RunTasks | None,
+    ended_by_time: bool,
 ) -> TrainResult:
     memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
-    status = "stopped" if recorder.stopped and recorder.step < recorder.max_steps else "finished"
+    stopped = recorder.stopped and recorder.step < recorder.max_steps and not ended_by_time
+    status = "stopped" if stopped else "finished"
     metrics = {**recorder.metrics, **recorder.throughput()}
     for metric in description(config.objective.name).metrics:
         if metric.baseline is not None and getattr(prepared, metric.baseline, None) is not None:
@@ -373,6 +399,7 @@ def _result(
         "status": status,
         "step": recorder.step,
         "max_steps": recorder.max_steps,
+        **({"max_time": config.trainer.max_time} if ended_by_time else {}),
         "world_size": dims.world_size,
         "topology": dims.as_dict(),
         "strategy": config.strategy.name,

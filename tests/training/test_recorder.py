@@ -10,6 +10,7 @@ import pytest
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import TrainerConfig
+from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.rank_metrics import rank_writer, read_ranks
 from mgpu_pipe.training import recorder
 from mgpu_pipe.training.recorder import WARM_UP_STEPS, StepRecorder
@@ -56,7 +57,7 @@ def test_a_ranks_step_its_wait_for_data_and_its_own_work_are_told_apart(
         clock.wall += waited
         steps.on_train_batch_start(trainer, trainer, batch, step)
         clock.wall, clock.cpu = clock.wall + worked + idle, clock.cpu + worked
-        result = SimpleNamespace(stop=False, abandoned=False, loss=1.0, gradient_norm=1.0)
+        result = StepResult(loss=1.0, gradient_norm=1.0, stop=False)
         steps.on_train_batch_end(trainer, trainer, {"result": result, "lr": 1e-3}, batch, step)
     assert steps.times() == {"step_s": 6, "slowest_s": 10, "data_s": 1, "cpu_s": 3}
     own = read_ranks(paths, 8)[1]
