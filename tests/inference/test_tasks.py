@@ -22,7 +22,8 @@ from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from tests.support.processes import run_processes
 
-CHAT = [{"prompt": f"Is {n} even?", "completion": "Yes." if n % 2 == 0 else "No."} for n in range(12)]
+ASKED = [f"Is {n} even{' or odd' * (n % 3)}?" for n in range(12)]  # of several lengths
+CHAT = [{"prompt": asked, "completion": ("Yes.", "No.")[n % 2]} for n, asked in enumerate(ASKED)]
 CHOICES = [
     {"prompt": f"{n} is", "choices": [" even", " odd and not even", " a word"][: 2 + n % 2], "answer": n % 2}
     for n in range(5)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
 
 SHOWN = 24
-"""Rows of a task that are kept for the report."""
+"""Rows of a task that are kept for the report, at most."""
 
 
 class Measured(NamedTuple):
@@ -33,6 +33,11 @@ class Measured(NamedTuple):
     value: float
     counted: int
     shown: list[dict[str, Any]]
+
+
+def some(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows to keep, evenly taken."""
+    return shown[:: -(-len(shown) // SHOWN) or 1]
 
 
 def rows_of(task: EvalTask, name: str, config: RunConfig) -> Sequence[Any]:

@@ -11,7 +11,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.errors import ConfigError, DataError
-from mgpu_pipe.inference.tasks import SHOWN, Measured
+from mgpu_pipe.inference.tasks import Measured, some
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
@@ -38,7 +38,7 @@ def measure(rows: Sequence[Question], task: EvalTask, judge: Judge) -> Measured:
         right[at] = float(equal)
         question = str(rows[at].messages[-1]["content"])
         shown.append({"question": question, "answer": text, "truth": rows[at].truth, "right": equal})
-    return Measured(sum(judge.gathered(right)) / len(rows), len(rows), shown[:SHOWN])
+    return Measured(sum(judge.gathered(right)) / len(rows), len(rows), some(shown))
 
 
 def _lines(task: EvalTask, key: str) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from mgpu_pipe.config.eval_tasks import EvalTask
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError
-from mgpu_pipe.inference.tasks import SHOWN, Measured
+from mgpu_pipe.inference.tasks import Measured, some
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
@@ -41,7 +41,7 @@ def measure(rows: Sequence[Choice], task: EvalTask, judge: Judge) -> Measured:
         right += chosen == row.answer
         told = {"question": row.prompt, "answer": row.choices[chosen], "truth": row.choices[row.answer]}
         shown.append({**told, "right": chosen == row.answer})
-    return Measured(right / len(rows), len(rows), shown[:SHOWN])
+    return Measured(right / len(rows), len(rows), some(shown))
 
 
 def _choice(row: dict[str, Any], origin: str) -> Choice:
