@@ -26,6 +26,8 @@ NAMES = (
     "zero_bytes",
     "building_memory",
     "trainer_time",
+    "fine_tuning_time",
+    "fine_tuning_memory",
     "checkpoint_save",
     "thread_waits",
 )

@@ -11,7 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,11 +43,31 @@ def framework_block(config: RunConfig, prepared: object) -> list[float]:
         return read_metrics(paths.metrics)["throughput/step_s"][WARM_UP:]
 
 
-def plain_block(config: RunConfig, prepared: object) -> list[float]:
+def plain_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def plain_block(
+    config: RunConfig,
+    prepared: object,
+    adapted: Callable[[Any], Any] = lambda model: model,
+    losses: Callable[[Any, Mapping[str, torch.Tensor]], Sequence[Callable[[], torch.Tensor]]] = (
+        lambda model, batch: [partial(plain_loss, model, batch)]
+    ),
+) -> list[float]:
+    """Seconds of each step of a loop by hand.
+
+    Args:
+        adapted: what is trained of the drawn model.
+        losses: of a micro-batch, one after another, each with a backward pass of its own.
+    """
     model = build_meta(config.model)
     materialise(model, config.seed, "cpu")
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
+    model = adapted(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    rest = [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
         lr=config.optimizer.lr,
@@ -53,16 +76,17 @@ def plain_block(config: RunConfig, prepared: object) -> list[float]:
     )
     seconds = []
     plan = BatchPlan.resolve(config.data, 1)
-    step_batches = train_step_batches(config, prepared, plan, 0, start_sample=0, max_steps=STEPS)  # type: ignore[arg-type]
+    steps = config.trainer.max_steps
+    step_batches = train_step_batches(config, prepared, plan, 0, start_sample=0, max_steps=steps)  # type: ignore[arg-type]
     mark = time.perf_counter()
     for step_batch in step_batches:
         total = 0.0
         for batch in step_batch.micro_batches:
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-            (loss / step_batch.loss_denominator).backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for loss in losses(model, batch):
+                found = loss()
+                (found / step_batch.loss_denominator).backward()
+                total += found.item()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         now = time.perf_counter()
