@@ -8,10 +8,12 @@ from typing import Any
 from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.families.family import FLASH
 from mgpu_pipe.families.find import document_isolation
+from mgpu_pipe.topology import ParallelDims
 
 
 def model_fields(config: RunConfig) -> dict[str, Any]:
@@ -120,6 +122,12 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if peft.init_from is not None and "experts" in peft.targets:
         reason = "peft names adapters of packed experts by their order"
         errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
+    if peft.name == "qlora" and config.strategy.engine == "deepspeed":
+        fix = "use strategy=fsdp, which shards the same"
+        errors.append(ConfigError("peft", "qlora", fix, "DeepSpeed takes no weights of four bits"))
+    if peft.name == "qlora" and config.objective.name == "seq2seq":
+        reason = "T5 looks at the type of its weights"
+        errors.append(ConfigError("peft", "qlora", "use peft=lora", reason))
     if config.objective.name == "sequence_classification" and not peft.train_also:
         fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
         errors.append(ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained"))
@@ -132,7 +140,12 @@ def check_names(config: RunConfig) -> None:
         from mgpu_pipe.models.build import run_model
         from mgpu_pipe.training.parameter_groups import treatments
 
-        treatments(run_model(config), config.optimizer)
+        model = run_model(config)
+        treatments(model, config.optimizer)
+        if config.peft.name == "qlora":
+            from mgpu_pipe.parallel.tensor_cut import check_blocks
+
+            check_blocks(model, ParallelDims.resolve(config.strategy, world_size(config)).tp)
         if config.peft.init_from is not None:
             from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
 

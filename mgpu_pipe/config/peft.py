@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
 @dataclass
 class PeftConfig:
-    name: Literal["none", "lora", "dora"] = "none"
+    name: Literal["none", "lora", "dora", "qlora"] = "none"
     """none trains the model's own weights; lora a low-rank product beside each targeted linear layer; dora also
-    the length of each of its weight's rows."""
+    the length of each of its weight's rows; qlora is lora beside frozen matrices of four bits."""
     r: int = field(default=16, metadata={"at_least": 1})
     """Rank of the product."""
     alpha: float = 32.0
@@ -32,3 +32,7 @@ class PeftConfig:
     def scale(self) -> float:
         """What the low-rank product is multiplied by."""
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
+
+    def unquantised(self) -> PeftConfig:
+        """The same adapters beside weights of their usual form."""
+        return replace(self, name="lora") if self.name == "qlora" else self

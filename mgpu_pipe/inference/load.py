@@ -141,11 +141,11 @@ def _load_checkpoint(folder: Path, device: torch.device | str, frozen: Path | No
     stored, reader = _open_checkpoint(folder, frozen, average)
     model = materialise_empty(stored.model, "cpu")
     parameters = dict(model.named_parameters())
+    held = {n for n in reader.names("model") if n in parameters and reader.shape(n) == tuple(parameters[n].shape)}
     averages = averages_of(reader) if average else {}
-    weights = [_whole(name, parameter.data) for name, parameter in parameters.items() if name not in averages]
-    reader.read(weights, "model")
+    reader.read([_whole(name, parameters[name].data) for name in held - averages.keys()], "model")
     reader.read([_whole(averages[name], p.data) for name, p in parameters.items() if name in averages], "optimizer")
-    for name in reader.left_out.names if reader.left_out is not None else ():
+    for name in parameters.keys() - held:
         parameters[name].data.copy_(stored.read(name, parameters[name].dtype))
     model.to(device)  # type: ignore[arg-type]
     return LoadedRun(model.eval(), stored.source, stored.tokenizer_folder, stored.config, stored.step, stored.own)
@@ -204,6 +204,7 @@ def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.select import resolve_source
+    from mgpu_pipe.models.adapters.qlora import pack, packed_weight, parameters_of, unpack
     from mgpu_pipe.models.build import run_model
     from mgpu_pipe.models.pretrained import at_most
     from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings, with_recorded_labels
@@ -222,6 +223,9 @@ def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[
     averages = averages_of(reader) if average else {}
     reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     require_model_settings(reader.state.get("model_config"), model_settings(model.config), step_folder)
+    trained = model
+    if config.peft.name == "qlora":  # computed with here in fp32, with the values of the bytes
+        model = run_model(replace(config, peft=config.peft.unquantised()))
     model = _with_buffers(model)
     first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     stored_as = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -230,8 +234,18 @@ def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[
     def read(name: str, dtype: torch.dtype) -> torch.Tensor:
         if name in buffers:  # not stored, for they follow from the configuration
             return buffers[name].to(dtype)
-        if reader.left_out is not None and stored_as[name] in reader.left_out.names:
+        quantised = packed_weight(trained, stored_as[name])
+        left_out = reader.left_out is not None and stored_as[name] in reader.left_out.names
+        if left_out and quantised is None:
             return base[stored_as[name]].to(dtype)
+        if quantised is not None:
+            names = parameters_of(quantised)
+            if left_out:
+                parts = [pack(trained, one, base[quantised]) for one in names]
+            else:
+                parts = [torch.empty(reader.shape(one), dtype=torch.uint8) for one in names]
+                reader.read([_whole(*both) for both in zip(names, parts, strict=True)], "model")
+            return unpack(trained, quantised, *parts).to(dtype)
         tensor = torch.empty(reader.shape(stored_as[name]), dtype=dtype)
         if stored_as[name] in averages:
             reader.read([_whole(averages[stored_as[name]], tensor)], "optimizer")
@@ -262,6 +276,7 @@ def _frozen_weights(
     Raises:
         BadInputError: the folder has other weights, or only somebody else's step names it.
     """
+    from mgpu_pipe.models.adapters.qlora import is_scales
     from mgpu_pipe.models.pretrained import load_pretrained
 
     left_out = reader.left_out
@@ -284,7 +299,7 @@ def _frozen_weights(
     source = replace(config.model, type=None, path=str(folder), config={}, freeze=[])
     model = load_pretrained(source, "cpu", config.model, description(config.objective.name).model_class, config.seed)
     state = model.state_dict()
-    return {name: state[name] for name in left_out.names}
+    return {name: state[name] for name in left_out.names if not is_scales(name)}
 
 
 def _refuse_frozen(given: Path | None, source: Path) -> None:

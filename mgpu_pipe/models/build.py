@@ -15,6 +15,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
+from mgpu_pipe.models.adapters.qlora import pack, packed_weight
 from mgpu_pipe.models.fields import LABELS, check_model_config, class_of
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -114,7 +115,7 @@ def recipe_of(model: PreTrainedModel) -> InitRecipe:
     def untied_twin() -> nn.Module:
         with _without_tying():
             twin = type(model)(model.config)
-        add_adapters(twin, adapter_of(model))
+        add_adapters(twin, adapter_of(model).unquantised())
         return twin
 
     return InitRecipe.record(untied_twin, model.config.model_type)
@@ -162,6 +163,10 @@ def draw_parameter(
 
     A tied parameter takes its values from the side that transformers ties the others to, under ``name``'s key.
     """
+    quantised = packed_weight(model, name)
+    if quantised is not None:
+        packed = pack(model, name, recipe.draw(quantised, seed)).to(device)
+        return packed if rows is None else packed[slice(*rows)]
     source = tied_sources(model).get(name, name)
     if rows is None:
         return recipe.draw(source, seed, device, key=name)

@@ -40,11 +40,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every parameter by one of ``dtype``, in place; ties are kept, buffers stay as they are."""
+    """Replace every parameter but bytes by one of ``dtype``, in place; ties are kept, buffers stay as they are."""
     cast: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter.is_floating_point():
                 if parameter not in cast:
                     cast[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = cast[parameter]

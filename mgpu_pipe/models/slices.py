@@ -24,6 +24,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import MAGNITUDE
 from mgpu_pipe.models.adapters.lora import add_adapters
 from mgpu_pipe.models.adapters.peft_folder import first_adapters, lengths, measures
+from mgpu_pipe.models.adapters.qlora import pack, parameters_of, shapes_before
 from mgpu_pipe.models.build import build_meta, materialise_empty
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.folder import check_model_folder, weight_files
@@ -155,17 +156,23 @@ def read_folder(
         files = [stack.enter_context(safe_open(str(folder / name), "pt")) for name in weight_files(folder)]
         readers = {key: partial(file.get_slice, key) for file in files for key in file.keys()}  # noqa: SIM118
         twin = build_meta(replace(source, freeze=[]), class_of([architecture]))
-        add_adapters(twin, peft)
+        add_adapters(twin, peft.unquantised())
         norms: dict[str, torch.Tensor] = {}
+        stored_shapes = shapes_before(twin, shapes)
 
-        def take_and_measure(name: str, stored: Any) -> None:
-            take(name, stored)
+        def take_as_trained(name: str, stored: Any) -> None:
             layer, _, kind = name.rpartition(".")
+            if kind == "weight" and parameters_of(name)[1] in shapes:
+                for own in parameters_of(name):
+                    take(own, pack(twin, own, stored[...].float()))
+                return
+            take(name, stored)
             if kind == "weight" and peft.init_from is not None and f"{layer}.{MAGNITUDE}" in parameters:
                 norms[layer] = lengths(twin, layer, stored[...].float())
 
         complete = partial(_new_rows, source, twin, seed)
-        read = read_tensors(twin, readers, parameters, shapes, take_and_measure, complete)
+        known = {name: parameters[name] for name in stored_shapes}
+        read = read_tensors(twin, readers, known, stored_shapes, take_as_trained, complete)
         for name, drawn in check_loading(source, read, twin, seed).items():
             take(name, drawn)
         trained = {name: tuple(p.shape) for name, p in twin.named_parameters() if p.requires_grad}

@@ -18,7 +18,7 @@ from mgpu_pipe.families.family import COLUMNS, SequencePlan, Style
 from mgpu_pipe.models.stage_placeholders import is_removed
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.sequence import SequenceSplit, split_between
-from mgpu_pipe.parallel.tensor_cut import TensorCut, head_dim, inputs, output_dim, outputs
+from mgpu_pipe.parallel.tensor_cut import TensorCut, check_blocks, head_dim, inputs, output_dim, outputs
 from mgpu_pipe.parallel.tensor_experts import cut_experts
 from mgpu_pipe.parallel.tensor_gradients import add_partial_gradients
 from mgpu_pipe.parallel.tensor_heads import count_local_heads, cut_fused, cut_inside, cut_key_values, own_heads_of
@@ -54,6 +54,7 @@ def apply_tensor_parallel(
         ConfigError: no plan for the model, or sizes that do not divide.
     """
     if group.size() > 1:
+        check_blocks(model, group.size())
         _TensorParallel(model, group, sequence_parallel, experts, stages, streams).apply()
 
 

@@ -10,6 +10,8 @@ from transformers.pytorch_utils import Conv1D
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import DoraLayer
 from mgpu_pipe.models.adapters.low_rank import A, LoraLayer
+from mgpu_pipe.models.adapters.nf4 import BLOCK
+from mgpu_pipe.models.adapters.qlora import Nf4Layer
 from mgpu_pipe.parallel.tensor_parameters import CutParameters
 from mgpu_pipe.parallel.tensor_roles import tensor_plan
 
@@ -51,7 +53,10 @@ class TensorCut:
     def cut_linear(
         self, layer: nn.Module, dim: int, ranges: list[tuple[int, int]], bias: bool = True, owned: bool = True
     ) -> None:
-        self.parameters.cut(layer, "weight", dim, ranges, owned)
+        if isinstance(layer, Nf4Layer):
+            self.parameters.cut(layer, "weight", dim, layer.own_part(dim == output_dim(layer), ranges), owned)
+        else:
+            self.parameters.cut(layer, "weight", dim, ranges, owned)
         if bias and layer._parameters.get("bias") is not None:
             self.parameters.cut(layer, "bias", 0, ranges, owned)
         if isinstance(layer, LoraLayer):
@@ -85,8 +90,23 @@ class TensorCut:
         return self._sharing_group
 
 
+def check_blocks(model: nn.Module, size: int) -> None:
+    """Refuse to cut the inputs of four-bit weights inside of a block that shares a scale.
+
+    Raises:
+        ConfigError: a width that ``size`` ranks would cut so.
+    """
+    plan = tensor_plan(model) if size > 1 else {}
+    for name, layer in model.named_modules():
+        if plan.get(name) == "row" and isinstance(layer, Nf4Layer) and layer.block.inputs % (BLOCK * size):
+            blocks = layer.block.inputs // BLOCK
+            fits = [ranks for ranks in range(1, size + 1) if blocks % ranks == 0]
+            reason = f"it would split blocks of {BLOCK} weights of {name}, which has {layer.block.inputs} inputs"
+            raise ConfigError("strategy.tp", size, f"use one of {fits}, or peft=lora", reason)
+
+
 def output_dim(layer: nn.Module) -> int:
-    return 1 if isinstance(layer, Conv1D | nn.Embedding) else 0
+    return 1 if isinstance(layer, Conv1D | nn.Embedding) and not isinstance(layer, Nf4Layer) else 0
 
 
 def outputs(layer: nn.Module) -> int:
@@ -96,7 +116,7 @@ def outputs(layer: nn.Module) -> int:
 
 def inputs(layer: nn.Module) -> int:
     assert isinstance(layer.weight, torch.Tensor)
-    return layer.weight.shape[1 - output_dim(layer)]
+    return layer.block.inputs if isinstance(layer, Nf4Layer) else layer.weight.shape[1 - output_dim(layer)]
 
 
 def head_dim(attention: nn.Module) -> int:

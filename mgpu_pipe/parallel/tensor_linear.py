@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.models.adapters.low_rank import LoraLayer
+from mgpu_pipe.models.adapters.qlora import Nf4Layer
 from mgpu_pipe.parallel.sequence import SequenceSplit, hidden_of, with_hidden
 from mgpu_pipe.parallel.tensor_collectives import (
     all_gather_sequence,
@@ -144,7 +145,7 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, torch.Tensor) and not isinstance(bias, nn.Module)
-        if isinstance(layer, LoraLayer):  # its adapter's product is a part of the same sum
+        if isinstance(layer, LoraLayer | Nf4Layer):  # an adapter's product is a part of the same sum
             partial = layer.product(x)
         else:
             partial = F.linear(x, weight.t() if transposed else weight)

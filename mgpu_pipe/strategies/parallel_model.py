@@ -168,7 +168,8 @@ class ParallelModel:
         self._objective.share_sequences([self._groups["cp"]] if dims.cp > 1 else [], along)
         if views:
             assert options.pipeline is not None
-            compute = COMPUTE_DTYPES[options.precision] or next(model.parameters()).dtype
+            own = next(p.dtype for p in model.parameters() if p.is_floating_point())
+            compute = COMPUTE_DTYPES[options.precision] or own
             self.pipeline = Pipeline(
                 options.pipeline,
                 views,

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 
 def reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
-    """Whether each rank reads its own parts of a folder's weights, and none the whole."""
+    """Whether each rank reads its own parts of a folder's weights, or bytes of them, and none the whole."""
     if config.strategy.engine == "deepspeed":
         return config.strategy.deepspeed.stage == 3
-    return config.strategy.engine == "mesh" and (dims.cuts_the_model or config.strategy.offload == "cpu")
+    cuts = dims.cuts_the_model or config.strategy.offload == "cpu" or config.peft.name == "qlora"
+    return config.strategy.engine == "mesh" and cuts
 
 
 def build_model(

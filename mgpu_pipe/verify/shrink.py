@@ -140,8 +140,9 @@ def _small_optimizer(optimizer: OptimizerConfig, steps: int, layers: int) -> Opt
 
 
 def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:
+    # Its widths are no multiples of the blocks of four-bit weights.
     return replace(
-        peft,
+        peft.unquantised(),
         r=min(peft.r, MAX_RANK),
         init_from=None,
         dropout=0.0,

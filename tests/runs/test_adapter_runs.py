@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.select import list_steps
 from mgpu_pipe.models.adapters.lora import ADAPTER_NAMES
+from mgpu_pipe.models.adapters.nf4 import Block, dequantise, quantise
 from tests.runs.support import overrides, same
-from tests.support.command import mgpu, run_folder
+from tests.support.command import column, mgpu, run_folder
 
 pytestmark = pytest.mark.slow
 
@@ -53,6 +55,27 @@ def test_a_run_moves_between_strategies_and_its_adapter_loads_in_peft(
     assert float((logits[0] - logits[2]).abs().max()) > 1e-3, "nothing was learned"
     reached = [float(mgpu(cache, tmp_path, "eval", str(run)).split()[1]) for run in (whole, tmp_path / "moved")]
     assert abs(reached[0] / reached[1] - 1) < 1e-5
+
+
+def test_a_run_beside_four_bit_weights_moves_and_is_evaluated_with_their_values(
+    cache: Path, corpus: Path, base: Path, tmp_path: Path
+) -> None:
+    whole = run_folder(mgpu(cache, tmp_path, *tuning(corpus, base, "peft=qlora")))
+    moved = tuning(corpus, base, "peft=qlora", f"run.dir={tmp_path / 'moved'}")
+    mgpu(cache, tmp_path, *moved, "strategy=fsdp", "trainer.devices=2", "trainer.max_steps=3")
+    mgpu(cache, tmp_path, *moved, "strategy=pp", "trainer.devices=2", "checkpoint.resume=auto")
+    same(tmp_path / "moved", whole)
+    reader = CheckpointReader(list_steps(tmp_path / "moved" / "checkpoints")[0].path)
+    assert all(name.rpartition(".")[2] in ADAPTER_NAMES for name in reader.names("model"))
+    mgpu(cache, tmp_path, "export", str(tmp_path / "moved"), "--out", str(tmp_path / "merged"))
+    reached = float(mgpu(cache, tmp_path, "eval", str(tmp_path / "moved")).split()[1])
+    assert abs(reached / column(whole, "val/loss")[6] - 1) < 1e-4, "not with the values that were trained beside"
+    state = load_file(tmp_path / "merged" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    plain = load_file(base / "model.safetensors")[name]
+    values = dequantise(*quantise(plain), Block(plain.shape[1]))
+    changed = torch.linalg.matrix_rank(state[name] - values, rtol=1e-4)
+    assert int(changed) <= 4 < int(torch.linalg.matrix_rank(state[name] - plain, rtol=1e-4)), "a product of rank 4"
 
 
 def test_what_does_not_go_together_is_refused(cache: Path, alone: Path, tmp_path: Path) -> None:

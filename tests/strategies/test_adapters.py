@@ -7,6 +7,7 @@ layers tests/models/test_adapters.py holds against peft's.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -34,28 +35,43 @@ STRATEGIES = {
 }
 KINDS = {
     "DoRA": PeftConfig(name="dora", r=4, alpha=64.0),
+    "QLoRA": PeftConfig(name="qlora", r=4, alpha=64.0),
     "LoRA, experts": PeftConfig(name="lora", r=4, alpha=64.0, targets=["all-linear", "experts"]),
 }
+SEEDS = {"llama": 6, "qwen3": 5, "gpt2": 6}
+"""Of QLoRA's cases. With the other one of these a first gradient of llama's, and of qwen3's, is 1e-7, within rounding
+of zero: AdamW makes it an update of the learning rate's size."""
 MODELS = ("llama", "qwen3", "gpt2", "mixtral")
-CELLS = [
-    (strategy, kind, model)
-    for strategy, kind, model in product(STRATEGIES, KINDS, MODELS)
-    if (strategy != "ep" and "experts" not in kind) or model == "mixtral"
-]
+
+
+def exists(strategy: str, kind: str, model: str) -> bool:
+    if kind == "QLoRA" and (model == "mixtral" or strategy in ("zero3", "tp4, sequence", "ep")):
+        return False  # refused
+    return model == "mixtral" or (strategy != "ep" and "experts" not in kind)
+
+
+CELLS = [cell for cell in product(STRATEGIES, KINDS, MODELS) if exists(*cell)]
 
 
 def case_of(strategy: str, kind: str, model: str) -> Case:
     pipeline = {"micro_batches": 2} if STRATEGIES[strategy].pp > 1 else {}
     options = {"sequence_parallel": True} if strategy.endswith("sequence") else {}
     zero: Any = {"zero_stage": 3} if strategy == "zero3" else {}
-    return Case(model=model, peft=KINDS[kind], options=options, **pipeline, **zero)
+    return replace(plain_case(kind, model), options=options, **pipeline, **zero)
+
+
+def plain_case(kind: str, model: str) -> Case:
+    if kind == "QLoRA":
+        return Case(model=f"{model}_128", peft=KINDS[kind], seed=SEEDS[model])
+    return Case(model=model, peft=KINDS[kind])
 
 
 def is_sampled(strategy: str, kind: str, model: str) -> bool:
     turn = list(STRATEGIES).index(strategy) + list(KINDS).index(kind)
     if "experts" in kind:
         return strategy in ("ddp", "fsdp", "tp", "ep")
-    return MODELS[turn % len(MODELS)] == model or strategy == "ep"
+    models = MODELS[:3] if kind == "QLoRA" else MODELS
+    return models[turn % len(models)] == model or strategy == "ep"
 
 
 def _all_cells(strategy: str, sampled: bool) -> list[Any]:
@@ -79,7 +95,7 @@ def results(strategy: str, sampled: bool) -> list[dict[tuple[str, str], Any]]:
 @functools.lru_cache(maxsize=None)
 def oracle(kind: str, model: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return plain(Case(model=model, peft=KINDS[kind]))
+    return plain(plain_case(kind, model))
 
 
 @pytest.mark.parametrize(

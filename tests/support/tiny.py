@@ -50,6 +50,29 @@ MODELS = {
     ),
     # Large enough for what is written in local shards of a mebibyte.
     "wide": ModelConfig(name="wide", type="llama", config={**COMMON, "hidden_size": 256, "intermediate_size": 768}),
+    # Widths of which two ranks' halves are multiples of the 64 that four-bit weights share a scale by.
+    **{
+        f"{family}_128": ModelConfig(
+            name=f"{family}_128",
+            type=family,
+            config={**COMMON, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+        )
+        for family in ("llama", "qwen3")
+    },
+    "gpt2_128": ModelConfig(
+        name="gpt2_128",
+        type="gpt2",
+        config={
+            "vocab_size": VOCABULARY,
+            "n_embd": 128,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
     "gpt2": ModelConfig(
         name="gpt2",
         type="gpt2",

@@ -17,6 +17,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import MAGNITUDE, DoraConv1D, DoraLinear
 from mgpu_pipe.models.adapters.experts import adapted_class, packs_experts
 from mgpu_pipe.models.adapters.low_rank import A, Adapted, B, LoraConv1D, LoraLayer, LoraLinear
+from mgpu_pipe.models.adapters.qlora import QUANTISED, quantise_layer
 from mgpu_pipe.models.plans import decoder_blocks
 
 ADAPTER_NAMES = (A, B, MAGNITUDE)
@@ -30,6 +31,7 @@ ROUTERS = ("gate", "router")
 KINDS: dict[str, dict[type, type[LoraLayer]]] = {
     "lora": {nn.Linear: LoraLinear, Conv1D: LoraConv1D},
     "dora": {nn.Linear: DoraLinear, Conv1D: DoraConv1D},
+    "qlora": {nn.Linear: LoraLinear, Conv1D: LoraConv1D},
 }
 """What a linear layer becomes, by the adapter's name."""
 LINEAR = (nn.Linear, Conv1D)
@@ -54,6 +56,12 @@ def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
     for pattern in keys.train_also:
         for name in _matching("peft.train_also", pattern, list(named)):
             named[name].requires_grad_(True)
+    if keys.name == "qlora":
+        if any(packs_experts(module) for module in model.modules()):
+            raise ConfigError("peft", "qlora", "use peft=lora", "packed weights of experts are not quantised yet")
+        for name, layer in _block_linears(model).items():
+            if not layer.get_parameter("weight").requires_grad:
+                quantise_layer(name, layer)
     model.__dict__[ADAPTER] = keys
 
 
@@ -102,12 +110,12 @@ def merge_adapters(model: nn.Module) -> None:
 
 def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
     modules = dict(model.named_modules())
-    inside = {id(part) for block in decoder_blocks(model) for part in block.modules()}
+    in_blocks = _block_linears(model)
     linear = [name for name, module in modules.items() if type(module) in LINEAR]
     chosen: dict[str, nn.Module] = {}
     for pattern in keys.targets:
         if pattern == ALL_LINEAR:
-            matched = [n for n in linear if id(modules[n]) in inside and n.rpartition(".")[2] not in ROUTERS]
+            matched = list(in_blocks)
         elif pattern == EXPERTS:
             matched = [name for name, module in modules.items() if packs_experts(module)]
             if not matched:
@@ -120,6 +128,16 @@ def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
     if not chosen:
         raise ConfigError("peft.targets", list(keys.targets), f"use [{ALL_LINEAR}]", "no linear layer is targeted")
     return list(chosen.items())
+
+
+def _block_linears(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of the blocks, adapted or not, but for routers."""
+    inside = {id(part) for block in decoder_blocks(model) for part in block.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in QUANTISED and id(module) in inside and name.rpartition(".")[2] not in ROUTERS
+    }
 
 
 def _matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:

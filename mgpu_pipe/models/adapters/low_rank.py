@@ -76,9 +76,13 @@ class LoraLayer(Adapted):
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
         return F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
 
+    def dense(self, x: torch.Tensor) -> torch.Tensor:
+        """The frozen weight's part of the result."""
+        return F.linear(x, self.rows())
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's result without its bias."""
-        plain = F.linear(x, self.rows())
+        plain = self.dense(x)
         return plain + self.low_rank(x) if self.adapts else plain
 
 
