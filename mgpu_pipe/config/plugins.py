@@ -24,6 +24,7 @@ LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
 PAIR_SOURCES = ("pairs_jsonl", "number_words")
 IMAGE_SOURCES = ("digits", "image_folder", "image_list")
+CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions")
 DATA_SOURCES = (
     "stdlib_text",
     "text_files",
@@ -40,10 +41,12 @@ DATA_SOURCES = (
     "rule_facts",
     "synthetic",
     *IMAGE_SOURCES,
+    *CAPTION_SOURCES,
 )
 FILE_SOURCES = (
     *("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl"),
     *IMAGE_SOURCES[1:],
+    *CAPTION_SOURCES[1:],
 )
 """Those that read the files of data.paths."""
 PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
@@ -54,9 +57,13 @@ SAMPLES = {
     **dict.fromkeys(PREFERENCE_SOURCES, "preferences"),
     **dict.fromkeys(PAIR_SOURCES, "pairs"),
     **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
+    **dict.fromkeys(CAPTION_SOURCES, "captioned_images"),
 }
 """The kind of samples that a data source gives; packed text where it is not listed."""
-OBJECTIVES = ("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill", "image_classification")
+OBJECTIVES = (
+    *("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill"),
+    *("image_classification", "contrastive"),
+)
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
 LONGEST = 300

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_pipe.config.plugins import IMAGE_SOURCES, PAIR_SOURCES, PREFERENCE_SOURCES
+from mgpu_pipe.config.plugins import CAPTION_SOURCES, IMAGE_SOURCES, PAIR_SOURCES, PREFERENCE_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.image import captions
 from mgpu_pipe.data.image import prepare as images
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text import labelled, mixture, pairs, preferences
@@ -24,6 +25,7 @@ KINDS: dict[str, type[Prepared]] = {
         preferences.PreparedPreferences,
         images.PreparedImages,
         mixture.PreparedMixture,
+        captions.PreparedCaptions,
     )
 }
 
@@ -46,6 +48,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return images.prepare_images(config, progress)
     if config.data.source == mixture.SOURCE:
         return mixture.prepare_mixture(config, progress)
+    if config.data.source in CAPTION_SOURCES:
+        return captions.prepare_captions(config, progress)
     return text.prepare(config, progress)
 
 

@@ -112,6 +112,9 @@ class Family:
         causal: False where every token sees all others, whatever the configuration says.
         mixes_tokens: a boolean of the configuration under which the tokens of a micro-batch are mixed.
         sizes: for the exact number of its parameters; None: it is not counted.
+        reads_inside: classes of modules that look at their parts' weights, for which ZeRO-3 gathers them before.
+        zero3_alone: whether, of a model of pictures and texts, each module reads its own weights alone otherwise, which
+            ZeRO-3 goes by.
     """
 
     packing: Packing = "none"
@@ -130,6 +133,8 @@ class Family:
     causal: bool = True
     mixes_tokens: str = ""
     sizes: Sizes | None = None
+    reads_inside: tuple[str, ...] = ()
+    zero3_alone: bool = True
 
     @property
     def context(self) -> bool:

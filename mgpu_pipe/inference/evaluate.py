@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_pipe.data.step_batch import StepBatch
-from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.base import Alone, Objective
 
 LOGITS_BYTES = 256 << 20
 """Rows of a micro-batch go through the model together as far as their fp32 logits fit into this."""
@@ -34,18 +34,23 @@ def evaluate_step_batches(objective: Objective, step_batches: Iterable[StepBatch
     Args:
         objective: of a model that is whole, on one device, in evaluation mode.
     """
-    model, spec = objective.model, objective.batch_spec
+    model, spec, alone = objective.model, objective.batch_spec, Alone()
     device = next(model.parameters()).device
     vocabulary = int(getattr(model.config.get_text_config(), "vocab_size", 1))  # type: ignore[union-attr, operator]
     total, counted, samples = torch.zeros(objective.num_sums, dtype=torch.float64), 0, 0
     with torch.no_grad():
         for step_batch in step_batches:
+            parts = []
             for batch in step_batch.micro_batches:
                 together = max(1, LOGITS_BYTES // (4 * max(1, spec.length(batch)) * vocabulary))
                 for start in range(0, spec.rows(batch), together):
-                    rows = {name: value[start : start + together].to(device) for name, value in batch.items()}
-                    total += objective.evaluation_sums(rows).cpu()
-                    counted += spec.valid_targets(rows)
+                    parts.append({name: value[start : start + together].to(device) for name, value in batch.items()})
+            objective.meet(parts, len(parts), alone)
+            for rows in parts:
+                total += objective.evaluation_sums(rows).cpu()
+                counted += spec.valid_targets(rows)
             samples += step_batch.num_samples
+        last = objective.last_sums(alone)
+        total += last.cpu() if isinstance(last, torch.Tensor) else last
     metrics = objective.description.measured([*total.tolist(), counted]) if counted else {}
     return Evaluation(metrics, counted, samples)

@@ -48,6 +48,7 @@ def export_folder(
     """
     import torch
 
+    from mgpu_pipe.data.text.tokenizer_folder import end_texts
     from mgpu_pipe.inference.adapters import merged, write_adapter
     from mgpu_pipe.inference.generation import stop_at_turns
     from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, write_model_folder
@@ -69,6 +70,8 @@ def export_folder(
                 write_tokenizer(stored.tokenizer_folder, partial, adopts)
                 if stored.config is not None and stored.config.data.holds_conversations():
                     stop_at_turns(partial)
+                if hasattr(stored.model, "logit_scale"):
+                    end_texts(partial)
             if not adapter:
                 _prove(stored.model, stored.read, weights_type, partial)
             _put_in_place(partial, out)

@@ -207,7 +207,7 @@ def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[
     from mgpu_pipe.models.adapters.qlora import pack, packed_weight, parameters_of, unpack
     from mgpu_pipe.models.build import run_model
     from mgpu_pipe.models.pretrained import at_most
-    from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings, with_recorded_labels
+    from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings, with_recorded_data
 
     step_folder = resolve_source(folder, key="folder")
     config, own = load_untrusted(step_folder / "config.yaml")
@@ -216,7 +216,7 @@ def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[
     path = config.model.path
     if path is not None and not (own and _is_there(path)):
         config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
-    config = replace(config, model=with_recorded_labels(config.model, reader.state.get("model_config")))
+    config = replace(config, model=with_recorded_data(config.model, reader.state.get("model_config")))
     with at_most(len(reader.names("model"))):
         model = run_model(config)
     base = _frozen_weights(reader, config, own, frozen)

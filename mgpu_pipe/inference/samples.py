@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.captions import PreparedCaptions
 from mgpu_pipe.data.image.prepare import PreparedImages
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.inference.pictures import picture_samples
+from mgpu_pipe.inference.pictures import picture_samples, retrieval_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Sample = dict[str, str]
-PICTURES = PreparedImages.kind
+PICTURES = (PreparedImages.kind, PreparedCaptions.kind)
 
 
 def shows_samples(config: RunConfig) -> bool:
     """Whether something is shown of the trained model: prompts are continued, or held-out pictures classified."""
-    return bool(config.objective.prompts()[0]) or description(config.objective.name).samples == PICTURES
+    return bool(config.objective.prompts()[0]) or description(config.objective.name).samples in PICTURES
 
 
 def make_samples(
@@ -42,6 +43,8 @@ def make_samples(
         forward: takes the place of the model's forward pass; see :meth:`EngineStrategy.sampling_forward`.
     """
     prompts, length = config.objective.prompts()
+    if isinstance(prepared, PreparedCaptions):
+        return retrieval_samples(config, prepared, model)
     if isinstance(prepared, PreparedImages):
         return picture_samples(config, prepared, model)
     if not prompts or tokenizer_folder is None:

@@ -22,20 +22,28 @@ Inputs = dict[str, torch.Tensor]
 
 
 def probe(model: PreTrainedModel) -> Inputs:
-    """Random arguments of a forward pass: tokens, which an encoder and a decoder both get, or pictures."""
-    generator = torch.Generator().manual_seed(0)
-    if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)}
+    """Random arguments of a forward pass: tokens, which an encoder and a decoder both get, pictures, or both."""
+    generator, inputs = torch.Generator().manual_seed(0), Inputs()
+    two_towers = hasattr(model, "logit_scale")
+    if two_towers or model.main_input_name == "pixel_values":
+        inputs["pixel_values"] = torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)
+        if not two_towers:
+            return inputs
     text: Any = model.config.get_text_config()
     tokens = min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
-    return {"input_ids": ids, **({"decoder_input_ids": ids.clone()} if model.config.is_encoder_decoder else {})}
+    return {
+        **inputs,
+        "input_ids": ids,
+        **({"decoder_input_ids": ids.clone()} if model.config.is_encoder_decoder else {}),
+    }
 
 
 def answer(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     """The logits that ``model`` gives."""
     cached = {} if "pixel_values" in inputs else {"use_cache": False}
-    logits: torch.Tensor = model(**inputs, **cached).logits
+    output = model(**inputs, **cached)
+    logits: torch.Tensor = output.logits_per_image if "logits_per_image" in output else output.logits
     return logits
 
 

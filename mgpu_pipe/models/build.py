@@ -21,6 +21,7 @@ from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
 from mgpu_pipe.models.parts import PartOf, fill_parameters
+from mgpu_pipe.models.scalars import scalars_to_vectors
 
 REFUSALS = (
     TypeError,
@@ -169,7 +170,8 @@ def draw_parameter(
         return packed if rows is None else packed[slice(*rows)]
     source = tied_sources(model).get(name, name)
     if rows is None:
-        return recipe.draw(source, seed, device, key=name)
+        whole = recipe.draw(source, seed, device, key=name)
+        return whole if whole.dim() else whole.reshape(1)
     return recipe.draw_rows(source, seed, *rows, device, key=name)
 
 
@@ -219,6 +221,7 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
         if wanted is not None and "attention" in str(error).lower():
             raise ConfigError("model.attn_implementation", wanted, "use auto", first_line(error)) from error
         raise _refused(model, error) from error
+    scalars_to_vectors(built)
     return built.train()
 
 

@@ -35,9 +35,15 @@ MODEL_CLASSES = {
     "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "sequence-to-sequence model"),
     "AutoModelForMaskedLM": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "masked language model"),
     "AutoModelForImageClassification": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "image classifier"),
+    "AutoModelForZeroShotImageClassification": (
+        "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        "model of pictures and texts",
+    ),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
+TEXT = "text_config"
+"""A model's part that reads text."""
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes, of which one takes the place of another."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
@@ -135,7 +141,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
     }
     defaults = {own_names.get(name, name): value for name, value in known.defaults.items() if value is not NO_DEFAULT}
     resolved = {**defaults, **given}
-    nested = resolved.get("text_config")
+    nested = resolved.get(TEXT)
     if isinstance(nested, Mapping):
         resolved = {**resolved, **nested}
     resolved.update({standard: resolved[own] for standard, own in own_names.items() if own in resolved})
@@ -148,17 +154,23 @@ def _model_type(model: ModelConfig) -> str:
     return str(read_config_json(local_folder(model.path))["model_type"])
 
 
-def _check_field(model_type: str, known: ConfigClass, name: str, value: Any) -> list[BadInputError]:
-    key = f"model.config.{name}"
+def _check_field(
+    model_type: str, known: ConfigClass, name: str, value: Any, within: str = "model.config"
+) -> list[BadInputError]:
+    key = f"{within}.{name}"
     if name in SET_ELSEWHERE:
         return [ConfigError(key, value, SET_ELSEWHERE[name])]
     if name not in known.names:
         close = nearest(name, known.names - set(SET_ELSEWHERE))
-        fix = f"did you mean model.config.{close}?" if close else "leave it out"
+        fix = f"did you mean {within}.{close}?" if close else "leave it out"
         return [ConfigError(key, value, fix, "the model's configuration has no such field")]
     annotation = known.annotations.get(known.attribute_map.get(name, name))
     if annotation is not None and not _accepts(annotation, value):
         return [ConfigError(key, value, f"give {_described(annotation)}", "wrong type")]
+    if name.endswith("_config") and isinstance(value, Mapping):
+        part = str(value.get("model_type", f"{model_type}_{name.removesuffix('_config')}_model"))
+        inner, items = config_class(part), [(one, given) for one, given in value.items() if one != "model_type"]
+        return [error for one, given in items if inner for error in _check_field(part, inner, one, given, key)]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
         return _check_rope(key, value, rope_parameter_names(model_type))
     return []

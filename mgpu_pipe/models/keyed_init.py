@@ -100,6 +100,8 @@ class InitRecipe:
     ) -> torch.Tensor:
         """Rows ``start`` to ``stop`` (of the first dim) of the tensor ``name``, bit-equal to that slice of ``draw``."""
         ref = self.refs[name]
+        if not ref.shape:  # held as a vector of one element
+            return self._draw_whole(name, seed, key or name).reshape(1)[start:stop].to(device)
         operations = self._operations(name)
         if not _is_elementwise(operations, ref):
             return self._draw_whole(name, seed, key or name)[start:stop].to(device)

@@ -22,6 +22,7 @@ from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.hub_folder import whole_folder
 from mgpu_pipe.models.new_rows import add_rows, stored_vocabulary
+from mgpu_pipe.models.scalars import scalars_to_vectors
 
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
@@ -73,6 +74,7 @@ def load_pretrained(
         ignore_mismatched_sizes=True,
     )
     loaded, info = result
+    scalars_to_vectors(loaded)
     if rows is not None and seed is not None:
         add_rows(loaded, meta, seed)
     for name, drawn in check_loading(model, info, meta, seed).items():

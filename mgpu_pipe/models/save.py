@@ -18,6 +18,7 @@ import torch
 
 from mgpu_pipe.compat.transformers_private import keys_not_saved
 from mgpu_pipe.models.build import REFUSALS, tied_sources
+from mgpu_pipe.models.scalars import as_saved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +92,7 @@ def convert_for_saving(model: PreTrainedModel, tensors: dict[str, torch.Tensor])
     """The folder's tensors, under its names, that the module's ``tensors`` make."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, as_saved(model, tensors))
     return converted
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import CheckpointError
-from mgpu_pipe.models.fields import LABELS, config_fields
+from mgpu_pipe.models.fields import LABELS, TEXT, config_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,10 +52,15 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
     return ModelConfig(type=str(kind), config=fields)
 
 
-def with_recorded_labels(model: ModelConfig, saved: object) -> ModelConfig:
-    """``model`` with the names of the classes that a checkpoint records; the data decided on them."""
-    classes = {name: saved[name] for name in LABELS if name in saved} if isinstance(saved, Mapping) else {}
-    return replace(model, config={**model.config, **classes})
+def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
+    """``model`` with what the data decided, as a checkpoint records it: names of classes, the end of a text."""
+    if not isinstance(saved, Mapping):
+        return model
+    decided: dict[str, Any] = {name: saved[name] for name in LABELS if name in saved}
+    own, recorded = model.config.get(TEXT), saved.get(TEXT)
+    if model.path is None and isinstance(own, Mapping) and isinstance(recorded, Mapping):
+        decided[TEXT] = {**own, **{name: recorded[name] for name in ("eos_token_id",) if name in recorded}}
+    return replace(model, config={**model.config, **decided})
 
 
 def _number(value: object) -> object:

@@ -208,6 +208,8 @@ def read_tensors(
         if name not in shapes or made_of.converted:
             continue  # a buffer; or done already
         stored = readers[made_of.keys[0]]()
+        if not _shape_of(stored):  # held as a vector of one element
+            stored = torch.as_tensor(stored[...]).reshape(1)
         fits = stored if _shape_of(stored) == shapes[name] else complete(name, stored)
         if fits is None:
             mismatched.add(name)

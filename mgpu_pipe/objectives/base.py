@@ -53,7 +53,27 @@ class StepResult:
         return cls(math.nan, math.nan, stop=True, abandoned=True)
 
 
-class StepStrategy(Protocol):
+class Together(Protocol):
+    """The processes that share a step's samples."""
+
+    def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The rows of all processes in order, and which of them is this process's first. A collective call."""
+
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of what each process says of its samples; of those that share samples, one counts. Collective."""
+
+
+class Alone:
+    """One process, which has all samples."""
+
+    def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return rows, 0
+
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+class StepStrategy(Together, Protocol):
     """What an objective asks of the strategy plugin."""
 
     def run_step(self, step_batch: StepBatch) -> StepResult:
@@ -174,12 +194,12 @@ class Objective(pl.LightningModule, ABC):
     def start_step(self, step_batch: StepBatch) -> None:
         """Called before a training step's micro-batches; what their losses need to know of the step is kept here."""
 
-    def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, gather: Callable[..., Any]) -> None:
+    def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, world: Together) -> None:
         """Called with all of this process's micro-batches before the first loss of a step or evaluation; collective.
 
         Args:
             counted: how many of them count; the others are there because a forward pass gathers from all ranks.
-            gather: see :mod:`mgpu_pipe.objectives.global_batch`, the objectives that compare samples with one another.
+            world: the processes with the step's other samples; see :mod:`mgpu_pipe.objectives.global_batch`.
         """
 
     @property
@@ -215,6 +235,11 @@ class Objective(pl.LightningModule, ABC):
             yield
         finally:
             del self.__dict__["evaluation_sums"]
+
+    def last_sums(self, world: Together) -> torch.Tensor | float:
+        """Called behind the last evaluated step batch: what all evaluated samples together add to the sums of all
+        processes. A collective call."""
+        return 0.0
 
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
         """From the sums over the held-out samples, as metrics are measured, to :attr:`found`."""
@@ -275,7 +300,8 @@ class Objective(pl.LightningModule, ABC):
     def on_validation_epoch_end(self) -> None:
         assert self._sums is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
-        sums = [*strategy.sum_over_data(self._sums[:-1]).tolist(), float(self._sums[-1])]
+        last = self.last_sums(strategy)
+        sums = [*(strategy.sum_over_data(self._sums[:-1]) + last).tolist(), float(self._sums[-1])]
         self.evaluated, self.found = dict(self.description.measured(sums)), self.findings(sums)
         for key, value in self.evaluated.items():
             self.log(key, torch.tensor(value, dtype=torch.float64), logger=False, batch_size=1)

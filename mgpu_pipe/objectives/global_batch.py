@@ -1,20 +1,21 @@
 """Objectives whose samples meet in the loss, as contrastive ones do: every sample is compared with all of the step.
 
-Each micro-batch is encoded without gradients, the features of all processes are gathered, and the loss over the global
-batch gives the gradient of each feature. Then each micro-batch is encoded once more and its features' gradients go
-backward. So ``data.global_batch_size`` fixes the mathematics, however the batch is cut (Gao, Zhang, Han and Callan
-2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
+Each micro-batch is encoded without gradients, and the features of all processes are gathered. Each process computes the
+losses of its own samples; the gradients of the features, summed over the processes, are those of the global batch's
+loss. Then each micro-batch is encoded once more and its features' gradients go backward. So ``data.global_batch_size``
+fixes the mathematics, however the batch is cut (Gao, Zhang, Han and Callan 2021, "Scaling Deep Contrastive Learning
+Batch Size under Memory Limited Setup").
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from mgpu_pipe.objectives.base import LearningRate, Objective
+from mgpu_pipe.objectives.base import LearningRate, Objective, Together
 
 Features = dict[str, torch.Tensor]
 
@@ -40,32 +41,48 @@ class GlobalBatchObjective(Objective):
         """
 
     @abstractmethod
-    def losses(self, features: Features) -> torch.Tensor:
-        """The loss of every sample, shape (samples,), from the fp32 features of all of them; uses no parameter."""
+    def losses(self, features: Features, rows: slice) -> torch.Tensor:
+        """The losses of some samples, shape (rows,), from the fp32 features of all of them; uses no parameter."""
 
-    def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, gather: Gather) -> None:
+    def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, world: Together) -> None:
         device = next(self.model.parameters()).device
+        training = torch.is_grad_enabled()
         states, encoded = [], list[Features]()
         with torch.no_grad():
             for batch in batches:
                 states.append(_random_state(device))
-                encoded.append(self.encode(batch))
-        _set_random_state(device, states[0])
-        whole, first = {}, 0
+                features = self.encode(batch)
+                encoded.append(features if training else {**features, **self.beside(batch)})
+        if states:
+            _set_random_state(device, states[0])
+        whole, first, own = {}, 0, 0
         for name, like in encoded[0].items():
-            own = torch.cat([like[:0], *[features[name] for features in encoded[:counted]]])
-            gathered, first = gather(own.float())
-            whole[name] = gathered.requires_grad_()
-        with torch.enable_grad():
-            losses = self.losses(whole)
-            gradients = dict(zip(whole, torch.autograd.grad(losses.sum(), list(whole.values())), strict=True))
+            mine = torch.cat([like[:0], *[features[name] for features in encoded[:counted]]])
+            gathered, first = world.gather_samples(mine.float())
+            whole[name], own = gathered.requires_grad_(), len(mine)
+        rows = slice(first, first + own)
+        with torch.set_grad_enabled(training):
+            losses = self.losses(whole, rows)
+        gradients = {name: like[:0] for name, like in whole.items()}
+        if training:
+            parts = torch.autograd.grad(losses.sum(), list(whole.values()))
+            gradients = {name: world.sum_over_samples(part) for name, part in zip(whole, parts, strict=True)}
+        else:
+            self.met({name: value.detach() for name, value in whole.items()}, rows)
         self._shares = []
+        at = 0
         for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
             size = len(next(iter(features.values()))) if number < counted else 0
-            rows = slice(first, first + size)
-            own_gradients = {name: gradient[rows] for name, gradient in gradients.items()}
-            self._shares.append((own_gradients, losses[rows].detach().sum(), state))
-            first += size
+            own_gradients = {name: gradient[first + at : first + at + size] for name, gradient in gradients.items()}
+            self._shares.append((own_gradients, losses[at : at + size].detach().sum(), state))
+            at += size
+
+    def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        """What :meth:`met` is to know of an evaluated micro-batch's samples beside their features."""
+        return {}
+
+    def met(self, features: Features, rows: slice) -> None:
+        """Told the features of all samples of an evaluated step batch, and which of them are this process's."""
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The micro-batch's share of the loss; its gradient is that of the global batch's loss."""
@@ -76,10 +93,6 @@ class GlobalBatchObjective(Objective):
         features = self.encode(batch)
         product = torch.stack([(features[name].float() * gradients[name]).sum() for name in gradients]).sum()
         return product + (share - product.detach())
-
-
-Gather = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
-"""Takes this process's rows, gives those of all processes, and which of them is this process's first."""
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -137,6 +137,10 @@ class EngineStrategy(ParallelStrategy):
             gathered[first : first + len(rows)] = rows
         return self.sum_over_data(gathered), first
 
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of what each process says of its samples, of which no other that shares them is counted. Collective."""
+        return self.sum_over_data(values if self.counts_its_samples else torch.zeros_like(values))
+
     @property
     def counts_its_samples(self) -> bool:
         """Whether this process counts its samples; exactly one of those that share them does."""

@@ -243,7 +243,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used = dict.fromkeys(self._used, 0.0)
         # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
         scale = self.dims.data_parallel_size / step_batch.loss_denominator
-        self.objective.meet(step_batch.micro_batches, len(step_batch.micro_batches), self.gather_samples)
+        self.objective.meet(step_batch.micro_batches, len(step_batch.micro_batches), self)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, micro_batch in enumerate(step_batch.micro_batches):
             if self._stop.leaves(index, len(step_batch.micro_batches)):
@@ -318,7 +318,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         micro_batches = self._padded(step_batch.micro_batches)
-        self.objective.meet(micro_batches, len(step_batch.micro_batches), self.gather_samples)
+        self.objective.meet(micro_batches, len(step_batch.micro_batches), self)
         for micro_batch in micro_batches:
             total = total + self.engine(micro_batch)
         return total

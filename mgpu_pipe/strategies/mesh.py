@@ -160,7 +160,7 @@ class MeshStrategy(EngineStrategy):
             if activations is not None:
                 self._memory["activations"] = activations
             return self._finish_step(step_batch, loss_sum)
-        self.objective.meet(parts, len(parts), self.gather_samples)
+        self.objective.meet(parts, len(parts), self)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             if self._stop.leaves(index, len(parts)):
@@ -247,7 +247,7 @@ class MeshStrategy(EngineStrategy):
             total = split.pipeline.run_evaluation([split.part_of(micro_batch) for micro_batch in micro_batches])
         else:
             parts = [split.part_of(micro_batch) for micro_batch in micro_batches]
-            self.objective.meet(parts, len(step_batch.micro_batches), self.gather_samples)
+            self.objective.meet(parts, len(step_batch.micro_batches), self)
             total = torch.zeros((), dtype=torch.float64, device=self._device)
             for part in parts:
                 total = total + split.evaluate(part)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mgpu_pipe.compat.deepspeed_private import make_partitioned
+from mgpu_pipe.families.find import family_of
 from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
 from mgpu_pipe.models.slices import FolderWeights, read_folder
 
@@ -74,6 +75,7 @@ def partition_model(
         _set_part(new, values)
         if dtype != torch.float32:
             shards[name] = (start, values)
+    _gather_before(model)
     if folder is not None:
         shards = _read_parts(model, folder, dtype, rank, ranks)
     if recipe is not None:
@@ -81,6 +83,19 @@ def partition_model(
     else:
         _move_buffers(model, device)
     return shards
+
+
+def _gather_before(model: nn.Module) -> None:
+    """Have the weights gathered that a module looks at before it calls the parts that they belong to."""
+    names = family_of(str(cast("PreTrainedModel", model).config.model_type)).reads_inside
+
+    def gather(module: nn.Module, _: object) -> None:
+        parameters: list[Any] = list(module.parameters())
+        parameters[0].all_gather(parameters)
+
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.register_forward_pre_hook(gather)
 
 
 @torch.no_grad()

@@ -45,6 +45,9 @@ STATES: tuple[tuple[tuple[str, ...], int], ...] = (
 """Sizes of state space layers and linear attention, and what they become at most."""
 STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 """Heads of state space layers, which together are as wide as the expanded hidden states."""
+TOWERS = ("text_config", "vision_config")
+PATCH, PATCHES = 4, 4
+"""Pixels of a patch, and patches across a picture."""
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
 
@@ -77,7 +80,16 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
         wanted.update(part)
     wanted.update(_state_space(fields, int(wanted["hidden_size"])))
     wanted.update(_rope(fields, wanted))
+    if isinstance(fields.get("patch_size"), int) and isinstance(fields.get("image_size"), int):
+        patch = min(fields["patch_size"], PATCH)
+        wanted.update(patch_size=patch, image_size=patch * min(fields["image_size"] // fields["patch_size"], PATCHES))
+    if isinstance(fields.get("projection_dim"), int):
+        wanted["projection_dim"] = min(fields["projection_dim"], WIDTH)
     changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
+    for name in TOWERS:
+        tower = f"{model_type}_{name.removesuffix('_config')}_model"
+        if name in known.names and config_class(tower):
+            changed[name] = shrink_model(ModelConfig(type=tower, config=given.get(name) or {}), dims, seq_len).config
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(

@@ -29,20 +29,20 @@ def towers(model: Any, batch: Mapping[str, torch.Tensor]) -> Features:
     return {"left": left * 4.0, "right": right}
 
 
-def contrastive(features: Features) -> torch.Tensor:
+def contrastive(features: Features, rows: slice | None = None) -> torch.Tensor:
     """InfoNCE in both directions, of each sample (van den Oord, Li and Vinyals 2018; Radford et al. 2021)."""
     scores = features["left"] @ features["right"].T
     own = torch.arange(len(scores))
     both = [F.cross_entropy(matrix, own, reduction="none") for matrix in (scores, scores.T)]
-    return (both[0] + both[1]) / 2
+    return ((both[0] + both[1]) / 2)[rows or slice(None)]
 
 
 class TwoTowers(GlobalBatchObjective):
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
         return towers(self.model, batch)
 
-    def losses(self, features: Features) -> torch.Tensor:
-        return contrastive(features)
+    def losses(self, features: Features, rows: slice) -> torch.Tensor:
+        return contrastive(features, rows)
 
 
 CASE = Case(model="llama", samples=8, micro_batches=2, data="padded", steps=3, objective=TwoTowers)

@@ -92,7 +92,9 @@ MODELS = {
 
 def model_class(source: ModelConfig) -> str | None:
     """transformers' class for a type that has no causal language model."""
-    return {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}.get(str(source.type))
+    two_towers = dict.fromkeys(("clip", "siglip"), "AutoModelForZeroShotImageClassification")
+    known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
+    return known.get(str(source.type))
 
 
 def global_batch(step: int, samples: int = 8) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ def test_a_sweep_that_is_cancelled_saves_and_goes_on_by_retry_alone(cache: Path,
     words = ("trainer.max_steps=400", "run.name=p")
     program = launched(cache, tmp_path, *sweep_words(root, "1e-3,2e-3", *words))
     folder = root / "sweeps" / "mine"
-    until(lambda: (folder / "sweep.json").exists() and Store(folder).points()[0].folder != "")
+    until(lambda: (folder / "sweep.json").exists() and any(point.folder for point in Store(folder).points()[:1]))
     store = Store(folder)
     first = Path(store.points()[0].folder)
     until(lambda: (first / "metrics.csv").exists() and len((first / "metrics.csv").read_text().splitlines()) > 5)

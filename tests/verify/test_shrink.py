@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,18 +37,27 @@ def layout(model: torch.nn.Module) -> dict[str, int]:
     return {re.sub(r"\.\d+\.", ".*.", name): p.ndim for name, p in model.named_parameters()}
 
 
+def shallow(fields: dict[str, Any]) -> dict[str, Any]:
+    """A model's fields with two layers and four experts, in its towers too."""
+    sizes = {"n_layer": 2, "num_hidden_layers": 2, "num_layers": 2, "num_decoder_layers": 2}
+    sizes |= {"num_experts": 4, "num_local_experts": 4}
+    return {
+        name: shallow(value) if name in ("text_config", "vision_config") else sizes.get(name, value)
+        for name, value in fields.items()
+    }
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_model_becomes_small_and_keeps_its_architecture(name: str) -> None:
     config = composed(f"model={name}", "strategy=ddp")
     kind = model_class(config.model)
     model = build_meta(small(config, dp_replicate=4).config.model, kind)
     assert sum(p.numel() for p in model.parameters()) < 200_000
-    fields = config.model.config
-    layers = [key for key in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if key in fields]
-    experts = {key: 4 for key in ("num_experts", "num_local_experts") if key in fields}
-    large = build_meta(replace(config.model, config={**fields, **dict.fromkeys(layers, 2), **experts}), kind)
+    large = build_meta(replace(config.model, config=shallow(config.model.config)), kind)
     assert layout(model) == layout(large)
     assert type(model) is type(large)
+    if not hasattr(large.config, "num_attention_heads"):  # two towers
+        return
     heads, small_heads = (m.config.num_attention_heads for m in (large, model))
     if hasattr(large.config, "num_key_value_heads"):
         assert small_heads * large.config.num_key_value_heads == heads * model.config.num_key_value_heads
@@ -59,6 +69,10 @@ def test_the_small_model_divides_as_the_large_one(name: str) -> None:
     tp = 2 if name.startswith("gpt2") else 4
     found = small(config, tp=tp, pp=3, cp=2, dp_shard=2, ep=2 * tp)
     model = build_meta(found.config.model, model_class(found.config.model)).config
+    if hasattr(model, "vision_config"):
+        for part in (model.text_config, model.vision_config):
+            assert part.num_attention_heads % tp == part.hidden_size % tp == part.intermediate_size % tp == 0
+        return
     for size in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "n_inner"):
         if getattr(model, size, None) is not None:
             assert getattr(model, size) % tp == 0, size

@@ -19,7 +19,7 @@ def check_pictures(config: RunConfig) -> None:
     data, errors = config.data, list[BadInputError]()
     assert isinstance(data, ImageConfig)
     checks = [pillow, lambda: Pixels.of(data, config.model)]
-    if data.source == DIGITS:
+    if data.source in DIGITS:
         checks.append(digits_file)
     else:
         checks.append(lambda: entries(data, data.paths, "data.paths"))

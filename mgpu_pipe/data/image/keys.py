@@ -40,3 +40,15 @@ class ImageConfig(DataConfig):
 
     def tokens(self) -> int:
         return 0
+
+
+@dataclass
+class CaptionConfig(ImageConfig):
+    caption_column: str = "caption"
+    """Name of the field with a picture's caption (captions)."""
+    captions: list[str] = field(default_factory=lambda: ["{}"])
+    """What is said of a picture of a class, whose name takes the place of {} (captioned_digits, captioned_folder); each
+    time a picture is trained on, one of them is drawn by seed and sample."""
+
+    def sample_text(self) -> str:
+        return f"{super().sample_text()} with captions of {self.seq_len} tokens"

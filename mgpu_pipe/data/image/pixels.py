@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,8 +117,10 @@ def _crop(size: tuple[int, int], least: float, drawn: NDArray[np.float64]) -> tu
 
 def _of_vision(model: ModelConfig, name: str) -> Any:
     """A field of the model's configuration, or of its image tower's."""
-    nested = model_field(model, "vision_config")
-    own = nested.get(name) if isinstance(nested, dict) else None
+    own = None
+    for one in (model, replace(model, config={})):  # what is given for a tower stands over its folder's
+        nested = model_field(one, "vision_config")
+        own = nested.get(name) if own is None and isinstance(nested, dict) else own
     own = model_field(model, name) if own is None else own
     known = config_class(model.type) if own is None and model.type else None
     usual = known.defaults.get(name, NO_DEFAULT) if known else NO_DEFAULT

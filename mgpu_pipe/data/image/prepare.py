@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,7 @@ from mgpu_pipe.errors import DataError
 if TYPE_CHECKING:
     from mgpu_pipe.data.array_samples import ArraySamples
 
+Images = TypeVar("Images", bound="PreparedImages")
 _log = logging.getLogger(__name__)
 _FORMAT = 1
 _AT_ONCE = 64
@@ -61,6 +62,8 @@ class PreparedImages(Prepared):
     """All that a worker needs to load pictures with a class; made by :func:`prepare_images`."""
 
     kind: ClassVar[str] = "labelled_images"
+    places: ClassVar[tuple[str, ...]] = ("folder", "held_out_folder")
+    """The fields that are paths."""
 
     folder: Path
     """What is known of the training pictures."""
@@ -135,7 +138,7 @@ class PreparedImages(Prepared):
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         fields = {name: entry for name, entry in value.items() if name != "kind"}
-        return cls(**{**fields, **{name: Path(fields[name]) for name in ("folder", "held_out_folder")}})
+        return cls(**{**fields, **{name: Path(fields[name]) for name in cls.places}})
 
 
 def prepare_images(config: RunConfig, progress: Progress | None = None) -> PreparedImages:
@@ -146,6 +149,49 @@ def prepare_images(config: RunConfig, progress: Progress | None = None) -> Prepa
         DataError: a list that is broken; a picture that cannot be used, with ``data.on_bad_sample=stop``; none to
             train on.
     """
+    found = looked_through(config, progress)
+    known = PreparedImages(
+        **found.fields(config),
+        classes=class_names(config, {name for one in found.manifests for name in one["labels"]}),
+        train_samples=0,
+        held_out_samples=0,
+        validation_samples=0,
+        majority_accuracy=None,
+        digest="",
+        validation_digest="",
+    )
+    return counted(known, config, (known.classes, found.seen), found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pictures that were looked through.
+
+    Attributes:
+        folder, held: in the cache; see the module.
+        seen: all that decides what the model sees of them.
+    """
+
+    folder: Path
+    held: Path
+    manifests: list[dict[str, Any]]
+    seen: tuple[object, ...]
+
+    def fields(self, config: RunConfig) -> dict[str, Any]:
+        """Of what is known of them."""
+        return {
+            "folder": self.folder,
+            "held_out_folder": self.held,
+            "fraction": float(self.held == self.folder)
+            if config.data.validation_paths
+            else config.data.validation_fraction,
+            "num_pictures": sum(one["pictures"] for one in self.manifests),
+            "bad_samples": sum(len(one["bad"]) for one in self.manifests),
+        }
+
+
+def looked_through(config: RunConfig, progress: Progress | None) -> Found:
+    """Look through the pictures of ``config``, or find that done; raises as :func:`prepare_images`."""
     data = config.data
     assert isinstance(data, ImageConfig)
     pixels = Pixels.of(data, config.model)
@@ -155,29 +201,14 @@ def prepare_images(config: RunConfig, progress: Progress | None = None) -> Prepa
         folder = held = _known(data, data.paths, "data.paths", pixels.channels, cache, told)
         if data.validation_paths:
             held = _known(data, data.validation_paths, "data.validation_paths", pixels.channels, cache, told)
-    found = [read_manifest(one) or {} for one in dict.fromkeys((folder, held))]
-    bad = [(path, reason) for one in found for path, reason in one["bad"]]
-    _say(bad, data.on_bad_sample)
-    known = PreparedImages(
-        folder=folder,
-        held_out_folder=held,
-        fraction=float(held == folder) if data.validation_paths else data.validation_fraction,
-        classes=class_names(config, {name for one in found for name in one["labels"]}),
-        num_pictures=sum(one["pictures"] for one in found),
-        bad_samples=len(bad),
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
-        majority_accuracy=None,
-        digest="",
-        validation_digest="",
-    )
-    seen = (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop)
-    return _counted(known, config, seen, [one["content"] for one in found])
+    manifests = [read_manifest(one) or {} for one in dict.fromkeys((folder, held))]
+    _say([(path, reason) for one in manifests for path, reason in one["bad"]], data.on_bad_sample)
+    return Found(folder, held, manifests, (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop))
 
 
-def _counted(known: PreparedImages, config: RunConfig, seen: object, content: Sequence[str]) -> PreparedImages:
+def counted(known: Images, config: RunConfig, seen: tuple[object, ...], found: Found) -> Images:
     """With its samples, its figures and its identity."""
+    content = [one["content"] for one in found.manifests]
     train, held = known.labels("train"), known.labels("validation")
     if not len(train):
         raise DataError(f"data.source={config.data.source}: there is nothing to train on")
@@ -186,7 +217,7 @@ def _counted(known: PreparedImages, config: RunConfig, seen: object, content: Se
     if evaluated:
         chosen = held[evaluated_samples(len(held), evaluated)]
         majority = float((chosen == np.bincount(train).argmax()).mean())
-    identity = (_FORMAT, known.classes, seen)
+    identity = (_FORMAT, *seen)
     apart = known.held_out_folder != known.folder
     return replace(
         known,
@@ -220,9 +251,9 @@ def _names(folder: Path) -> list[str]:
 
 def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cache: Path, progress: Progress) -> Path:
     """The folder in the cache of what is known of some pictures, made if it is not there."""
-    if data.source == DIGITS:
+    if data.source in DIGITS:
         file = digits_file()
-        content = digest_of(DIGITS, hash_blocks(file))
+        content = digest_of(DIGITS[0], hash_blocks(file))
         build = partial(_build_digits, file, content)
         name = content
     else:

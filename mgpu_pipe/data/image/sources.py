@@ -18,14 +18,16 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
 from mgpu_pipe.data.image.decode import SUFFIXES, decode
-from mgpu_pipe.data.image.keys import ImageConfig
+from mgpu_pipe.data.image.keys import CaptionConfig, ImageConfig
 from mgpu_pipe.data.text.labelled_row import label_of
 from mgpu_pipe.errors import ConfigError, DataError
 
-DIGITS = "digits"
+DIGITS = ("digits", "captioned_digits")
+FOLDERS = ("image_folder", "captioned_folder")
 DIGITS_FILE = Path("datasets/data/digits.csv.gz")
 DIGITS_SIDE, DIGITS_BRIGHTEST = 8, 16
 LISTS = (".csv", ".jsonl")
+WHAT = {"label_column": "class", "caption_column": "caption"}
 FILES = "files.json"
 """In the cache: the paths of pictures, and what each held."""
 
@@ -40,14 +42,14 @@ class Entry:
 
 
 def entries(data: DataConfig, patterns: list[str], key: str) -> list[Entry]:
-    """The pictures that ``patterns`` name, in an order of their own.
+    """The pictures that ``patterns`` name, in an order of their own; a caption stands in place of a class.
 
     Raises:
         ConfigError: a pattern that names no folder (image_folder) or list (image_list), or a folder without pictures.
         DataError: a list that cannot be read, lacks a column, or names a file that is not there.
     """
     assert isinstance(data, ImageConfig)
-    if data.source == "image_folder":
+    if data.source in FOLDERS:
         return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
     return [entry for path in files.expand_paths(patterns, key) for entry in _in_list(path, data, key)]
 
@@ -68,8 +70,9 @@ def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
 def _in_list(path: Path, data: ImageConfig, key: str) -> Iterator[Entry]:
     if path.suffix.lower() not in LISTS:
         raise ConfigError(key, path, f"give files that end with {' or '.join(LISTS)}", "is no list of pictures")
-    for row, origin in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path, data):
-        for name in ("image_column", "label_column"):
+    told = "caption_column" if isinstance(data, CaptionConfig) else "label_column"
+    for row, origin in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path, data, told):
+        for name in ("image_column", told):
             if getattr(data, name) not in row:
                 raise files.missing_column(origin, f"data.{name}", getattr(data, name), list(row))
         named = row[data.image_column]
@@ -78,11 +81,11 @@ def _in_list(path: Path, data: ImageConfig, key: str) -> Iterator[Entry]:
         picture = path.parent / named
         if not picture.is_file():
             raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
-        yield Entry(picture, label_of(row, data.label_column, origin), origin)
+        yield Entry(picture, label_of(row, getattr(data, told), origin, WHAT[told]), origin)
 
 
-def _json_rows(path: Path, data: ImageConfig) -> Iterator[tuple[Mapping[str, Any], str]]:
-    columns = (data.image_column, data.label_column)
+def _json_rows(path: Path, data: ImageConfig, told: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    columns = (data.image_column, getattr(data, told))
     return ((files.json_row(line, origin, *columns), origin) for line, origin, _ in files.read_lines(path))
 
 
@@ -110,7 +113,7 @@ def digits_file() -> Path:
         if (Path(folder) / DIGITS_FILE).is_file():
             return Path(folder) / DIGITS_FILE
     fix = "install it: pip install 'mgpu_pipe[image]'"
-    raise ConfigError("data.source", DIGITS, fix, "the digits come with scikit-learn, which is not installed")
+    raise ConfigError("data.source", DIGITS[0], fix, "the digits come with scikit-learn, which is not installed")
 
 
 def read_digits(path: Path) -> tuple[NDArray[np.uint8], list[str]]:

@@ -45,15 +45,16 @@ def row_of(data: DataConfig, line: str, origin: str, size: int = 0) -> Row:
     return Row(tuple(texts), label_of(row, data.label_column, origin), origin, size)
 
 
-def label_of(row: Mapping[str, Any], column: str, origin: str) -> str:
-    """The class of a row, a name or a whole number.
+def label_of(row: Mapping[str, Any], column: str, origin: str, what: str = "class") -> str:
+    """The class of a row, or ``what`` stands in its place: a name or a whole number.
 
     Raises:
         DataError: it is something else.
     """
     label = row[column]
     if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
-        what = "nothing" if label == "" else repr(label)
-        raise DataError(f"{origin}: the class is {what}, not a name or a whole number; {files.FIX}")
+        found = "nothing" if label == "" else repr(label)
+        kind = "a name or a whole number" if what == "class" else "a text"
+        raise DataError(f"{origin}: the {what} is {found}, not {kind}; {files.FIX}")
     files.check_unicode(str(label), origin)
     return str(label)

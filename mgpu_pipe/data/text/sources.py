@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.plugins import DATA_GROUP, DATA_SOURCES, FILE_SOURCES, IMAGE_SOURCES, load, registered
+from mgpu_pipe.config.plugins import (
+    CAPTION_SOURCES,
+    DATA_GROUP,
+    DATA_SOURCES,
+    FILE_SOURCES,
+    IMAGE_SOURCES,
+    load,
+    registered,
+)
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress
@@ -94,7 +102,7 @@ def check_sources(config: RunConfig) -> None:
     """
     data = config.data
     checks: list[Callable[[], object]] = [lambda: _check_numbers(data)]
-    if data.source in IMAGE_SOURCES:
+    if data.source in (*IMAGE_SOURCES, *CAPTION_SOURCES):
         from mgpu_pipe.data.image.check import check_pictures
 
         checks.append(lambda: check_pictures(config))

@@ -59,6 +59,8 @@ class TokenizerInfo:
 def model_field(model: ModelConfig, name: str) -> Any:
     """A field of the model's configuration as configured or in its folder; None where neither says it."""
     configured = model.config.get(name)
+    if configured is None and isinstance(text := model.config.get("text_config"), Mapping):
+        configured = text.get(name)
     if configured is None and model.path:
         file = local_folder(model.path) / "config.json"
         if file.is_file():

@@ -152,3 +152,18 @@ def json_file(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: is not a JSON object")
     return value
+
+
+def end_texts(folder: Path) -> None:
+    """Let the tokenizer of ``folder`` end each text with its end-of-text token, as the texts in training were ended."""
+    from tokenizers import Tokenizer, processors
+
+    file = folder / TOKENIZER
+    tokenizer, end = Tokenizer.from_file(str(file)), special_tokens(folder).get("eos_token")
+    number = None if end is None else tokenizer.token_to_id(end)
+    if number is None or tokenizer.encode("a").ids[-1:] == [number]:
+        return
+    ending = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, number)])
+    before = tokenizer.post_processor
+    tokenizer.post_processor = ending if before is None else processors.Sequence([before, ending])
+    tokenizer.save(str(file))

@@ -1,0 +1,158 @@
+"""Contrastive learning of pictures and captions: CLIP and SigLIP, over the global batch however it is cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.models.fields import picture_shape
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, Together
+from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
+from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective
+from mgpu_pipe.parallel.randomness import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+AT_ONCE = 1024
+"""Held-out samples that are compared with all others together."""
+
+
+class ContrastiveObjective(GlobalBatchObjective):
+    """Each picture is told from the captions of all others of its step, and each caption from their pictures.
+
+    CLIP's loss is the mean of the two cross-entropies (Radford et al. 2021, arXiv:2103.00020). SigLIP's, of a model
+    with a bias, is the sum over all pairs of the binary ones (Zhai et al. 2023, arXiv:2303.15343). Both are a mean
+    over samples.
+
+    Args:
+        max_scale: of the temperature's inverse.
+    """
+
+    description = DESCRIPTION
+    num_sums = 2 + len(DIRECTIONS) * len(RANKS)
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, max_scale: float = 100.0
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._config, self._most = cast(Any, model.config), math.log(max_scale)
+        self._pairwise = hasattr(model, "logit_bias")
+        self._held_out: list[tuple[Features, slice]] = []
+        # A hook of the model's own: sharded parameters are whole there, and nowhere else.
+        model.register_forward_hook(self._scale)
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        keys = cast(ContrastiveConfig, config.objective)
+        return cls(model, optimizer_factory, learning_rate, keys.max_scale)
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """``pixel_values``, float32, (rows, channels, height, width); ``input_ids``, int64, (rows, seq_len); and
+        ``labels``, int64, (rows,), equal where captions say the same."""
+        return BatchSpec(
+            {
+                "pixel_values": Field(sequence_dim=None, dtype="float32", shape=picture_shape(self._config)),
+                "input_ids": Field(),
+                "labels": Field(sequence_dim=None),
+            }
+        )
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {"pixel_values": batch["pixel_values"], "input_ids": batch["input_ids"]}
+
+    def _scale(self, model: Any, _: object, output: Any) -> Any:
+        """Bring temperature and bias into the features, so that their products are the logits."""
+        images, texts = output.image_embeds.float(), output.text_embeds.float()
+        images = images * model.logit_scale.float().clamp(max=self._most).exp()
+        if self._pairwise:
+            ones = texts.new_ones(len(texts), 1)
+            images = torch.cat([images, model.logit_bias.float() * ones], dim=1)
+            texts = torch.cat([texts, ones], dim=1)
+        output.image_embeds, output.text_embeds = images, texts
+        return output
+
+    def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        output = self.model(**self.model_inputs(batch))
+        return {"images": output.image_embeds, "texts": output.text_embeds}
+
+    def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        return {"labels": batch["labels"]}
+
+    def losses(self, features: Features, rows: slice) -> torch.Tensor:
+        images, texts = features["images"], features["texts"]
+        own = torch.arange(len(images), device=images.device)[rows]
+        by_picture = images[rows] @ texts.T
+        if self._pairwise:
+            matches = own[:, None] == torch.arange(len(texts), device=own.device)
+            return -F.logsigmoid(torch.where(matches, by_picture, -by_picture)).sum(1)
+        by_caption = texts[rows] @ images.T
+        both = [F.cross_entropy(logits, own, reduction="none") for logits in (by_picture, by_caption)]
+        return (both[0] + both[1]) / 2
+
+    def met(self, features: Features, rows: slice) -> None:
+        self._held_out.append((features, rows))
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = self.micro_batch_loss(batch).double()
+        return F.pad(loss.reshape(1), (0, self.num_sums - 1))
+
+    def last_sums(self, world: Together) -> torch.Tensor | float:
+        """How often the right class is the nearest one, the mean of its held-out captions; and how often a caption
+        that says the same, or a picture of it, is among the nearest ``RANKS`` of all held-out ones."""
+        if not self._held_out:
+            return 0.0
+        whole = {name: torch.cat([one[name] for one, _ in self._held_out]) for name in self._held_out[0][0]}
+        own, begins = [], 0
+        for features, rows in self._held_out:
+            own.append(torch.arange(begins, begins + len(features["labels"]), device=whole["labels"].device)[rows])
+            begins += len(features["labels"])
+        self._held_out = []
+        images, texts, labels = whole["images"], whole["texts"], whole["labels"].long()
+        classes, place = labels.unique(return_inverse=True)
+        plain = texts.shape[1] - self._pairwise
+        means = torch.zeros(len(classes), plain, device=texts.device).index_add_(0, place, texts[:, :plain])
+        means = F.normalize(means, dim=1)
+        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=images.device)
+        for rows in torch.cat(own).split(AT_ONCE):
+            sums[1] += (classes[(images[rows, :plain] @ means.T).argmax(1)] == labels[rows]).sum()
+            for number, (queries, keys) in enumerate(((images, texts), (texts, images))):
+                nearest = (queries[rows] @ keys.T).topk(min(max(RANKS), len(labels))).indices
+                right = labels[nearest] == labels[rows][:, None]
+                for at, rank in enumerate(RANKS):
+                    sums[2 + number * len(RANKS) + at] += right[:, :rank].any(1).sum()
+        return world.sum_over_samples(sums)
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """Random pictures and captions of the length of a row, each with its end."""
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        text = self._config.text_config
+        length = min(seq_len, text.max_position_embeddings)
+        end = int(text.eos_token_id)
+        ids = torch.randint(0, text.vocab_size - 1, (samples, length), generator=generator)
+        ids = torch.where(ids >= end, ids + 1, ids)
+        ids[:, -1] = end
+        pictures = torch.randn(samples, *picture_shape(self._config), generator=generator)
+        return {"pixel_values": pictures, "input_ids": ids, "labels": torch.arange(samples)}
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """transformers' own logits of the whole batch."""
+        logits = forward(pixel_values=batch["pixel_values"], input_ids=batch["input_ids"]).logits_per_image
+        if hasattr(model, "logit_bias"):
+            signs = 2 * torch.eye(len(logits)) - 1
+            return Reference(-(logits.float() * signs).sigmoid().log().sum())
+        logs = logits.float().log_softmax(1).diagonal() + logits.float().log_softmax(0).diagonal()
+        return Reference(-logs.sum() / 2)
+
+
+OBJECTIVE = ContrastiveObjective

@@ -1,0 +1,284 @@
+"""CLIP and SigLIP. Oracle: transformers' own model and loss over the whole batch, in one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.freeze import freeze, remember
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.base import Alone
+from mgpu_pipe.objectives.contrastive import ContrastiveObjective
+from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support.command import mgpu, run_folder
+from tests.support.needs import need_digits
+from tests.support.pictures import folder_of_classes
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+CLIP = ("objective=contrastive", "data=captioned_digits", "model=clip_tiny", "logger=none", "trainer.progress=off")
+SIGLIP = {
+    "text_config": {"vocab_size": 96, "max_position_embeddings": 16, "pad_token_id": 1},
+    "vision_config": {"image_size": 8, "patch_size": 2, "num_channels": 1},
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def verified(config: RunConfig, detached: bool = False) -> list[Worst]:
+    """Measured errors; ``detached``: each process leaves out what the others' losses say of its features."""
+
+    def detach(strategy: EngineStrategy) -> None:
+        strategy.sum_over_samples = lambda values: values  # type: ignore[method-assign]
+
+    return worst_of(compare(config, on_start=detach if detached else lambda strategy: None))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (1, ("strategy=single", "data.micro_batch_size=2")),
+        (2, ("strategy=ddp", "data.micro_batch_size=2")),
+        (2, ("strategy=fsdp",)),
+        (2, ("strategy=tp",)),
+        (2, ("strategy=zero3",)),
+        pytest.param(4, ("strategy=ddp",), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        pytest.param(8, ("strategy=ddp", "data.global_batch_size=16"), marks=pytest.mark.exhaustive),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.slow) for stage in (1, 2)),
+    ],
+)
+def test_every_strategy_is_the_whole_batch_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*CLIP, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def test_features_without_the_other_processes_gradients_are_found() -> None:
+    config = small_run(*CLIP, "trainer.devices=2", "strategy=ddp")
+    found = {one.quantity for one in run_processes(2, verified, config, True)[0] if not one.passed}
+    assert "gradient" in found and "loss" not in found
+
+
+def made(family: str, max_scale: float = 100.0) -> ContrastiveObjective:
+    parts = {name: {**TOWER, **fields} for name, fields in SIGLIP.items()}
+    parts["text_config"]["eos_token_id"] = 5
+    model = build_meta(ModelConfig(type=family, config=parts), "AutoModelForZeroShotImageClassification")
+    return ContrastiveObjective(materialise(model, 1, "cpu").double(), None, lambda step: 1.0, max_scale)
+
+
+def loss_of(objective: ContrastiveObjective, batch: dict[str, torch.Tensor], size: int) -> torch.Tensor:
+    """Summed over micro-batches of ``size``, backward through each."""
+    parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 6, size)]
+    objective.meet(parts, len(parts), Alone())
+    losses = [objective.micro_batch_loss(part) for part in parts]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+    return torch.stack(losses).sum().detach()
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_loss_and_gradients_are_transformers_own(family: str) -> None:
+    objective = made(family)
+    model: Any = objective.model
+    with torch.no_grad():
+        model.logit_scale.fill_(1.5)
+    batch = objective.random_batch(3, 1, 6, 12, packed=False)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    cut = loss_of(objective, batch, 2)
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model._forward_hooks.clear()
+    whole = model(pixel_values=batch["pixel_values"], input_ids=batch["input_ids"], return_loss=True).loss
+    (6 * whole).backward()
+    assert float(cut) == pytest.approx(6 * float(whole), rel=1e-6), "features meet in fp32"
+    for name, parameter in model.named_parameters():
+        error = (gradients[name] - parameter.grad).abs().max()
+        assert error <= 1e-5 * parameter.grad.abs().max() + 1e-7, name
+
+
+def test_a_temperature_beyond_its_limit_is_held_there() -> None:
+    objective, limited = made("clip"), made("clip", max_scale=10.0)
+    batch = objective.random_batch(3, 1, 6, 12, packed=False)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    for one in (objective, limited):
+        one.model.logit_scale.data.fill_(float(np.log(50.0)))  # type: ignore[operator, union-attr]
+    with torch.no_grad():
+        norms = [one.encode(batch)["images"].norm(dim=1).mean().item() for one in (objective, limited)]
+    assert norms == pytest.approx([50, 10], rel=1e-5)
+
+
+def test_recalls_are_counted_over_all_held_out_samples() -> None:
+    objective, random = made("clip"), torch.Generator().manual_seed(7)
+    images, texts = (torch.randn(40, 8, generator=random) for _ in range(2))
+    labels = torch.randint(0, 12, (40,), generator=random).float()
+    texts = torch.nn.functional.normalize(texts + 0.7 * images, dim=1)
+    for rows in (slice(0, 25), slice(25, 40)):
+        shown = {"images": images[rows], "texts": texts[rows], "labels": labels[rows]}
+        objective.met(shown, slice(0, rows.stop - rows.start))
+    sums = objective.last_sums(Alone())
+    assert isinstance(sums, torch.Tensor)
+    scores = (images @ texts.T).numpy()
+    expected = []
+    for matrix in (scores, scores.T):
+        ranks = [
+            next(at for at, other in enumerate(np.argsort(-row, kind="stable")) if labels[other] == labels[own])
+            for own, row in enumerate(matrix)
+        ]
+        expected += [sum(rank < limit for rank in ranks) for limit in (1, 5, 10)]
+    assert sums[2:].tolist() == expected
+    means = {label: texts[labels == label].mean(0) for label in set(labels.tolist())}
+    nearest = [max(means, key=lambda one: float(image @ means[one] / means[one].norm())) for image in images]
+    assert sums[1] == sum(one == label for one, label in zip(nearest, labels.tolist(), strict=True))
+    assert objective.last_sums(Alone()) == 0, "the next evaluation begins anew"
+
+
+def captioned(folder: Path, *overrides: str) -> RunConfig:
+    """Pictures with a caption each, in a list."""
+    if not (folder / "captions.csv").exists():
+        root = folder_of_classes(folder / "pictures", each=20)
+        lines = [f"{path.relative_to(folder)},a {path.parent.name} square" for path in sorted(root.rglob("*.png"))]
+        (folder / "captions.csv").write_text("\n".join(["image,caption", *lines]) + "\n")
+    shape = ("model.config.vision_config.image_size=16", "model.config.vision_config.patch_size=4", "data.seq_len=12")
+    given = ("data=captions", f"data.paths=[{folder / 'captions.csv'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("trainer.max_steps=4", "data.validation_fraction=0.2", "data.shift=2", "data.global_batch_size=8")
+    return compose([*CLIP, *given, *shape, *more, *overrides])[0]
+
+
+def trained(folder: str, overrides: list[str], root: str, resume: str | None) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = captioned(Path(root), *overrides)
+    step = None if resume is None else Path(resume)
+    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
+
+
+def run(folder: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
+    folder.mkdir()
+    given = [*overrides, f"trainer.devices={processes}"]
+    paths = RunPaths(folder)
+    config = captioned(folder.parent, *given)
+    freeze(config, paths.config)
+    remember(paths.config)
+    tokenizer = prepare(config).tokenizer_folder
+    assert tokenizer is not None
+    shutil.copytree(tokenizer, paths.tokenizer)
+    step = None if resume is None else str(resume)
+    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(folder.parent), step)[0]
+    return metrics
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer, CLIPModel
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    run(tmp_path / "first", 2, "strategy=fsdp", *half)
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and captions"
+    assert metrics["val/image_to_text_recall@5"] == whole["val/image_to_text_recall@5"]
+    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{metrics['val/loss']:.6f} nats a sample" in printed and "over" in printed
+    assert f"{100 * metrics['val/text_to_image_recall@1']:.2f}%" in printed
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
+    assert "AutoModelForZeroShotImageClassification" in capsys.readouterr().out
+    exported, info = CLIPModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and exported.logit_scale.shape == ()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("a dark square")["input_ids"]
+    assert ids[-1] == exported.config.text_config.eos_token_id == tokenizer.eos_token_id
+    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
+    inputs = {"pixel_values": pixels, "input_ids": torch.tensor([ids, ids])}
+    with torch.no_grad():
+        ours, plain = (model(**inputs).logits_per_image for model in (load_run(tmp_path / "second").model, exported))
+    assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
+    # The folder is trained on, its temperature a scalar.
+    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0")
+    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
+    need_digits()
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    folder = run_folder(mgpu(cache, tmp_path, "experiment=clip_digits", "trainer.devices=2", *short))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["model"]["class"] == "CLIPModel"
+    metrics = summary["metrics"]
+    assert 0 <= metrics["val/image_to_text_recall@1"] <= metrics["val/image_to_text_recall@10"] <= 1
+    assert "val/zero_shot_accuracy" in metrics
+    samples, report = summary["samples"], (folder / "report.html").read_text(encoding="utf-8")
+    assert len(samples) == 12 and all(f'base64,{sample["image"]}"' in report for sample in samples)
+    assert any(sample["text"].endswith(", wrong") for sample in samples)
+
+
+def test_captions_of_classes_are_drawn_by_seed_and_sample(tmp_path: Path) -> None:
+    root = folder_of_classes(tmp_path / "pictures")
+    ways = "data.captions=['a {} square','{} it is']"
+    given = ("data=captioned_folder", f"data.paths=[{root}]", f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=12")
+    shape = ("model.config.vision_config.image_size=16", "model.config.vision_config.patch_size=4")
+    config = compose([*CLIP, *given, *shape, ways, "data.validation_fraction=0.25"])[0]
+    prepared = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, places = prepared.open(config, "train"), np.arange(prepared.train_samples)
+    first, again, later = (samples.batch(places, places + number)["input_ids"] for number in (0, 0, 1000))
+    assert torch.equal(first, again) and not torch.equal(first, later)
+    labels = samples.batch(places, places)["labels"]
+    texts = {(int(label), tuple(ids.tolist())) for label, ids in zip(labels, first, strict=True)}
+    assert len(texts) == 6, "three classes, each said in two ways"
+    text = prepared.complete(config).model.config["text_config"]
+    assert all(text["eos_token_id"] in ids for _, ids in texts)
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "said"),
+    [
+        (["image,text", "a.png,b"], (), "data.caption_column"),
+        (["image,caption", "a.png,"], (), "the caption is nothing"),
+        (["image,caption", "gone.png,b"], (), "there is no file"),
+        (["image,caption", "a.png,b"], ("strategy=pp", "trainer.devices=2"), "objective.name=contrastive"),
+        (["image,caption", "a.png,b"], ("data.seq_len=64",), "data.seq_len=64"),
+        (["image,caption", "a.png,b"], ("model=llama_tiny",), "llama"),
+        (["image,caption", "a.png,b"], ("objective.max_scale=0.5",), "objective.max_scale=0.5"),
+        (["image,caption", "a.png,b"], ("model=siglip2_base", "strategy=zero3"), "use strategy=fsdp"),
+    ],
+)
+def test_bad_input_is_told_before_the_run(
+    cache: Path, tmp_path: Path, lines: list[str], overrides: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
+    folder_of_classes(tmp_path / "p")
+    (tmp_path / "p" / "dark" / "0.png").rename(tmp_path / "a.png")
+    shape = ("model.config.vision_config.image_size=16",) if "model=llama_tiny" not in overrides else ()
+    given = ("data=captions", "data.paths=[list.csv]", "data.seq_len=12", *shape)
+    out = mgpu(cache, tmp_path, "check", *CLIP, *given, *overrides, code=2)
+    assert said in out and "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("clip_vit_b32", 151.3), ("clip_vit_l14", 427.6), ("siglip2_base", 375)]
+)
+def test_shipped_models_have_their_published_size(name: str, millions: float) -> None:
+    """As the models' cards give it."""
+    model = build_meta(compose([f"model={name}"])[0].model, "AutoModelForZeroShotImageClassification")
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=2e-3)
