@@ -11,6 +11,7 @@ PRIVATE = (
     "transformers:PreTrainedModel._can_record_outputs",
     "transformers:PreTrainedModel._keys_to_ignore_on_save",
     "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
+    "transformers.models.mixtral.modeling_mixtral:MixtralExperts._apply_gate",
 )
 
 
@@ -47,3 +48,8 @@ def keys_not_saved(model: Any) -> list[str]:
 def keys_not_expected(model: Any) -> list[str]:
     """Patterns of weights that a folder may have and the model does not."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+
+
+def gated(experts: Any, inner: Any) -> Any:
+    """What packed experts with a gate make of its half and the other half of their first product."""
+    return experts._apply_gate(inner)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mgpu_pipe.compat.transformers_private import gated
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.models.adapters.low_rank import A, Adapted, B
 
@@ -46,7 +47,7 @@ class LoraExperts(Adapted):
         ends = torch.bincount(experts, minlength=number).cumsum(0)
         rows = hidden[order // top_k_index.shape[1]]
         inner = self._through(WEIGHTS[0] if module.has_gate else WEIGHTS[1], rows, experts, ends)
-        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        inner = gated(module, inner) if module.has_gate else module.act_fn(inner)
         outputs = self._through(WEIGHTS[2], inner, experts, ends)
         weighted = outputs * top_k_weights.reshape(-1)[order].unsqueeze(1)
         result = torch.empty_like(weighted).index_copy(0, order, weighted)
