@@ -197,8 +197,11 @@ def _retry(store: Store, more: list[str]) -> int:
     if chosen:
         unknown = chosen - {point.number for point in again}
         if unknown:
-            why = "did not end badly" if max(unknown) <= len(points) else f"is none of the {len(points)} there are"
-            raise BadInputError(f"mgpu-pipe sweeps retry {store.name}: point {max(unknown)} {why}")
+            number, status = max(unknown), {point.number: point.status for point in points}
+            why = f"there are {len(points)} points"
+            if number in status:
+                why = f"it is {status[number]}; retry is for {', '.join((*ENDED_BADLY, CANCELLED))}"
+            raise BadInputError(f"mgpu-pipe sweeps retry {store.name} {number}: {why}")
         again = [point for point in again if point.number in chosen]
     for point in again:
         store.change(point, status=WAITING, reason="", exit_code=0)

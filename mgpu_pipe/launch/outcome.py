@@ -20,6 +20,7 @@ from mgpu_pipe.errors import EXIT_STOPPED, MgpuError
 from mgpu_pipe.launch import stop
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.continue_line import this_program
+from mgpu_pipe.runs.folder import limit_reached
 from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
 from mgpu_pipe.topology import ParallelDims
 
@@ -56,8 +57,7 @@ def print_before(
 
 
 def say_complete(paths: RunPaths) -> None:
-    limit = "max_time" if "max_time" in read_summary(paths) else "max_steps"
-    print(f"this run is complete; raise trainer.{limit} to go on", file=sys.stderr)
+    print(f"this run is complete; raise trainer.{limit_reached(paths)} to go on", file=sys.stderr)
     print(f"run: {paths.root}", flush=True)
 
 

@@ -126,9 +126,9 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
             reason = "SLURM cannot write a log there"
             raise ConfigError(key, value, "use a folder without backslashes and control characters", reason)
         if run_folder.completed(folder, config):
-            raise ConfigError(
-                "trainer.max_steps", config.trainer.max_steps, "raise it to go on", "this run is complete"
-            )
+            limit = run_folder.limit_reached(paths)
+            value = getattr(config.trainer, limit)
+            raise ConfigError(f"trainer.{limit}", value, "raise it to go on", "this run is complete")
         refuse_queued(paths.root)
         folder = record.begin(folder, config, asked.overrides, asked.command)
         try:

@@ -177,6 +177,11 @@ def completed(folder: RunFolder, config: RunConfig) -> bool:
     return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
 
+def limit_reached(paths: RunPaths) -> str:
+    """The key of ``trainer`` that ended a completed run."""
+    return "max_time" if "max_time" in read_summary(paths) else "max_steps"
+
+
 def _unborn(runs: Path, digits: str) -> Path | None:
     """The folder that a launch with this mathematics made before it was killed, with nothing in it yet."""
     for folder in sorted(runs.iterdir(), reverse=True) if runs.is_dir() else []:
