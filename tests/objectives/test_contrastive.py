@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.freeze import freeze, remember
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.models.build import build_meta, materialise
@@ -22,6 +20,7 @@ from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
+from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
@@ -156,27 +155,7 @@ def captioned(folder: Path, *overrides: str) -> RunConfig:
     return compose([*CLIP, *given, *shape, *more, *overrides])[0]
 
 
-def trained(folder: str, overrides: list[str], root: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
-
-    config = captioned(Path(root), *overrides)
-    step = None if resume is None else Path(resume)
-    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
-
-
-def run(folder: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
-    folder.mkdir()
-    given = [*overrides, f"trainer.devices={processes}"]
-    paths = RunPaths(folder)
-    config = captioned(folder.parent, *given)
-    freeze(config, paths.config)
-    remember(paths.config)
-    tokenizer = prepare(config).tokenizer_folder
-    assert tokenizer is not None
-    shutil.copytree(tokenizer, paths.tokenizer)
-    step = None if resume is None else str(resume)
-    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(folder.parent), step)[0]
-    return metrics
+run = partial(small_runs.run, captioned)
 
 
 @pytest.mark.slow

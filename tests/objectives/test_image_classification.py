@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.freeze import freeze, remember
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.models.build import build_meta, materialise
@@ -25,6 +24,7 @@ from mgpu_pipe.report.comparison import picture_of
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
+from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
@@ -124,25 +124,7 @@ def small_data(folder: Path, *overrides: str) -> RunConfig:
     return compose([*PICTURES, *given, *shape, *more, *overrides])[0]
 
 
-def trained(folder: str, overrides: list[str], root: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
-
-    config = small_data(Path(root), *overrides)
-    step = None if resume is None else Path(resume)
-    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
-
-
-def run(folder: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
-    folder.mkdir()
-    given = [*overrides, f"trainer.devices={processes}"]
-    paths = RunPaths(folder)
-    config = small_data(folder.parent, *given)
-    freeze(config, paths.config)
-    remember(paths.config)
-    prepare(config)
-    step = None if resume is None else str(resume)
-    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(folder.parent), step)[0]
-    return metrics
+run = partial(small_runs.run, small_data)
 
 
 @pytest.mark.slow

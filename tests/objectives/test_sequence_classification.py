@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ import torch
 from mgpu_pipe.checks.model import check_attention
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.freeze import freeze, remember
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
@@ -26,6 +24,7 @@ from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.models.tiny import tiny_model
+from tests.support import small_runs
 from tests.support.command import environment, run_folder
 from tests.support.processes import run_processes
 from tests.support.program import run_program
@@ -228,25 +227,7 @@ def test_a_tokenizer_without_marks_gets_ends_between_and_after_the_texts(
         assert kinds.tolist() == [int(begin <= place < length) for place in range(12)]
 
 
-def trained(folder: str, overrides: list[str], root: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
-
-    config = small_data(Path(root), *overrides)
-    step = None if resume is None else Path(resume)
-    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
-
-
-def run(folder: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
-    folder.mkdir()
-    given = [*overrides, f"trainer.devices={processes}"]
-    config = small_data(folder.parent, *given)
-    paths = RunPaths(folder)
-    freeze(config, paths.config)
-    remember(paths.config)
-    shutil.copytree(str(prepare(config).tokenizer_folder), paths.tokenizer)
-    step = None if resume is None else str(resume)
-    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(folder.parent), step)[0]
-    return metrics
+run = partial(small_runs.run, small_data)
 
 
 @pytest.mark.slow

@@ -1,0 +1,42 @@
+"""A run folder of a small configuration, trained by some processes of the tests, as a launch would."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config.freeze import freeze, remember
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare
+from tests.support.processes import run_processes
+
+Composed = Callable[..., RunConfig]
+"""A function of a module: takes the folder for its data, and overrides."""
+
+
+def _trained(composed: Composed, folder: str, overrides: list[str], resume: str | None) -> dict[str, Any]:
+    from mgpu_pipe.training.run import train
+
+    config = composed(Path(folder).parent, *overrides)
+    step = None if resume is None else Path(resume)
+    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
+
+
+def run(
+    composed: Composed, folder: Path, processes: int, *overrides: str, resume: Path | None = None
+) -> dict[str, float]:
+    """The metrics of a run in the new ``folder``, whose data lies beside it."""
+    folder.mkdir()
+    given = [*overrides, f"trainer.devices={processes}"]
+    config, paths = composed(folder.parent, *given), RunPaths(folder)
+    freeze(config, paths.config)
+    remember(paths.config)
+    tokenizer = prepare(config).tokenizer_folder
+    if tokenizer is not None:
+        shutil.copytree(tokenizer, paths.tokenizer)
+    step = None if resume is None else str(resume)
+    metrics: dict[str, float] = run_processes(processes, _trained, composed, str(folder), given, step)[0]
+    return metrics
