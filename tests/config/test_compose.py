@@ -58,7 +58,7 @@ def test_every_schema_key_can_be_set_without_a_plus():
     own = {key for key in settable if key.startswith("objective.") and key != "objective.name"}  # of one objective only
     own |= {f"launch.{name}" for name in own_keys(SlurmConfig)}
     own |= {f"data.{name}" for keys in (CaptionConfig, MixtureConfig) for name in own_keys(keys)}
-    own |= {"strategy.deepspeed_config", "optimizer.groups"}  # mappings, to which keys are added
+    own |= {"strategy.deepspeed_config", "optimizer.groups", "eval.tasks"}  # mappings, to which keys are added
     assert good == [f"{'++' if key in own else ''}{key}=1" for key in settable]
 
 
