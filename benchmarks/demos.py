@@ -12,24 +12,30 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support import finish
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.data.text.rules import overlap
 from mgpu_pipe.runs.metrics_file import read_metrics
 
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
 
 
 def demo(name: str) -> None:
-    """Run the experiment and write its held-out figures to ``results/<name>-<cpu|gpu>.json``."""
+    """Run the experiment, and the one that it starts from, in a folder that holds neither."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunPaths(Path(folder) / "run")
         command = [sys.executable, "-m", "mgpu_pipe", f"experiment={name}", f"run.dir={run.root}"]
-        subprocess.run(command, check=True)
-        summary = json.loads(run.summary.read_text())
-        metrics = read_metrics(run.metrics)
+        subprocess.run([*command, f"run.root={folder}/bases"], check=True)
+        record(name, run, [RunPaths(base) for base in sorted(Path(folder).glob("bases/*/*"))])
+
+
+def record(name: str, run: RunPaths, bases: Sequence[RunPaths]) -> None:
+    """Write the run's held-out figures to ``results/<name>-<cpu|gpu>.json``."""
+    summary, metrics = json.loads(run.summary.read_text()), read_metrics(run.metrics)
     columns = ["step", *(key for key in metrics if key.startswith("val/"))]
     rows = [row for row in zip(*(metrics[key] for key in columns), strict=True) if not math.isnan(row[1])]
     parameters, processes = summary["model"]["parameters"], summary["world_size"]
@@ -39,6 +45,13 @@ def demo(name: str) -> None:
         f"{parameters:,} parameters, {processes} processes, {summary['precision']}; {summary['wall_s']:.0f} s in all, "
         f"{rate:,.0f} {unit}."
     )
+    for base in bases:
+        before = json.loads(base.summary.read_text())
+        reached = before["metrics"].get("val/exact_match")
+        told = "" if reached is None else f", which answers {reached:.2%}"
+        notes += f" Before it {before['wall_s']:.0f} s of the run that it starts from{told}."
+    if name == "lora_chat":
+        notes += f" Held out and also trained on: {overlap()}."
     finish(name, f"mgpu-pipe experiment={name}", columns, rows, notes)
 
 
