@@ -218,7 +218,7 @@ def test_other_programs_values_lead_to_those_that_there_are(
     [
         ("mgpu-pipe che", {"check", "checkpoints", "checkpoint."}),
         ("mgpu-pipe strategy=s", {"strategy=single"}),
-        ("mgpu-pipe check trainer.max_", {"trainer.max_steps=", "trainer.max_epochs="}),
+        ("mgpu-pipe check trainer.max_", {"trainer.max_steps=", "trainer.max_epochs=", "trainer.max_time="}),
         ("mgpu-pipe nonsense.", set()),
         ("mgpu-pipe check --bogus strategy=s", set()),
         ("mgpu-pipe verify --multi", {"--multirun"}),
