@@ -357,7 +357,7 @@ class TrainerConfig:
     """Progress on stderr; auto: a bar on a terminal, plain lines elsewhere."""
 
     def max_seconds(self) -> float | None:
-        """Of max_time; None where it is none, or is not written as it should be."""
+        """Of max_time; None where there is no limit, or it cannot be read."""
         return None if self.max_time is None else seconds_of(self.max_time)
 
 

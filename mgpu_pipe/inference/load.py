@@ -99,7 +99,7 @@ def load_run(
         average: take the average of the weights (``optimizer.ema``) in their place.
 
     Raises:
-        BadInputError: the folder is none of these, or holds no average that is asked for; of its kinds, CheckpointError
+        BadInputError: the folder is of another kind, or lacks the average that is asked for; of its kinds, CheckpointError
             for a damaged step and ModelFolderError for a model folder that is not whole.
     """
     folder = existing_folder(path)
@@ -155,7 +155,7 @@ def averages_of(reader: CheckpointReader) -> dict[str, str]:
     """The names under which a step has averages of weights, by weight; those that were never updated have none.
 
     Raises:
-        BadInputError: there is none.
+        BadInputError: the checkpoint holds no average.
     """
     from mgpu_pipe.parallel.weight_average import EMA
 

@@ -51,7 +51,7 @@ class EncodedBatch(NamedTuple):
     size: int
     """Progress: sum of the documents' sizes."""
     odd: int = 0
-    """Conversations that are told, see :class:`~mgpu_pipe.data.text.chat.ChatTemplate`."""
+    """Notes about single conversations, see :class:`~mgpu_pipe.data.text.chat.ChatTemplate`."""
     first_odd: str = ""
 
 

@@ -61,7 +61,7 @@ def uncounted_of(prepared: Prepared) -> int:
 
 
 def _counted(store: TokenStore) -> NDArray[np.int64]:
-    """Labels of each document that count; its first token is none."""
+    """Labels of each document that count. The first token of a document is never a label."""
     count = np.diff(store.offsets) - 1
     if store.loss_mask is not None:
         some = count > 0
