@@ -99,7 +99,7 @@ def load_run(
         average: take the average of the weights (``optimizer.ema``) in their place.
 
     Raises:
-        BadInputError: the folder is of another kind, or lacks the average that is asked for; of its kinds, CheckpointError
+        BadInputError: the folder is of another kind, or lacks the average asked for; of its kinds, CheckpointError
             for a damaged step and ModelFolderError for a model folder that is not whole.
     """
     folder = existing_folder(path)
