@@ -58,6 +58,9 @@ class FilePoints:
             if not _made(taken):
                 self._outwait(number, version, taken)
                 continue
+            if self._read(number)["version"] >= version:  # another wrote that version, and the next, since we read
+                taken.unlink(missing_ok=True)
+                continue
             replace_file(self._path(number), json.dumps({**record, **changes, "version": version}), flush=True)
             (self._folder / f"{number}.{version - 1}.taken").unlink(missing_ok=True)
             return True

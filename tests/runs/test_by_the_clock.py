@@ -47,7 +47,7 @@ def test_a_run_whose_time_is_up_has_finished_and_goes_on_with_more(cache: Path, 
     assert f"finished at step {ended['step']}, by trainer.max_time=00:00:00:01" in " ".join(out.split())
     assert 0 < ended["step"] < STEPS and ended["checkpoint"] == f"checkpoints/step-{ended['step']:08d}"
     state = json.loads((folder / ended["checkpoint"] / "state.json").read_text(encoding="utf-8"))
-    assert state["trained_s"] >= 1
+    assert state["trained_s"] > 0.5, "each process has its clock, and the first whose time is up ends the run"
     again = ("checkpoint.resume=auto",)
     done = run_program([*words, *two, limit, *again], tmp_path, environment(cache), 300)
     assert done.returncode == 0 and "this run is complete; raise trainer.max_time to go on" in done.stderr

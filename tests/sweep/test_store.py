@@ -16,6 +16,7 @@ import pytest
 
 from mgpu_pipe import cli
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.sweep import file_points
 from mgpu_pipe.sweep import store as stores
 from mgpu_pipe.sweep.point import FINISHED, INTERRUPTED, RUNNING, Point, me
 from mgpu_pipe.sweep.store import Store, create, find
@@ -57,6 +58,23 @@ def test_no_point_is_taken_twice(store: Store, monkeypatch: pytest.MonkeyPatch) 
         taken = [number for mine in pool.map(take_all, [str(store.folder)] * 4) for number in mine]
     assert sorted(taken) == list(range(1, 41))
     assert {point.status for point in store.points()} == {FINISHED}
+
+
+def test_a_change_that_comes_late_does_not_undo_two_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points, number = file_points.FilePoints(tmp_path / "points"), 1
+    points.add([{"number": number, "status": "waiting", "version": 0}])
+    make = file_points._made
+
+    def late(path: Path) -> bool:
+        """Others take and finish the point between our look at it and our turn."""
+        monkeypatch.setattr(file_points, "_made", make)
+        assert points.change(number, {"status": "waiting"}, {"status": "running"})
+        assert points.change(number, {"status": "running"}, {"status": "finished"})
+        return make(path)
+
+    monkeypatch.setattr(file_points, "_made", late)
+    assert not points.change(number, {"status": "waiting"}, {"status": "running"})
+    assert points.all() == [{"number": number, "status": "finished", "version": 2}]
 
 
 def add_ten(folder: str) -> list[int]:
