@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.schema import DataConfig, StrategyConfig
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import Any, cast, get_type_hints
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.objective import description as describe
-from mgpu_pipe.config.schema import DataConfig, LaunchConfig, ObjectiveConfig, StrategyConfig
+from mgpu_pipe.config.schema import DataConfig, LaunchConfig, ObjectiveConfig
+from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.inference.samples import Sample
     from mgpu_pipe.launch.distributed import World
-    from mgpu_pipe.training.run import TrainResult
+    from mgpu_pipe.training.result import TrainResult
 
 
 NODE_LOCK = "node.lock"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_libraries, quiet_signals
-from mgpu_pipe.config.build import build
+from mgpu_pipe.compat.lightning_private import quiet_libraries
 from mgpu_pipe.config.eval_tasks import metric_of, task_metrics
 from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.objective import description
@@ -25,19 +23,17 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError, GradientSpikeError
-from mgpu_pipe.inference.samples import make_samples
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.parallel.compile import compiles
-from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
+from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.parallel.spike_guard import SpikeGuard
 from mgpu_pipe.planner.flops import known_gpu_peak
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, truncate_after
 from mgpu_pipe.runs.rank_metrics import rank_writer
-from mgpu_pipe.runs.samples_file import append_samples, cut_samples_after
 from mgpu_pipe.strategies.base import EngineStrategy, NonFiniteStep
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.checkpointing import Checkpointer
@@ -50,36 +46,21 @@ from mgpu_pipe.training.initial_weights import (
 )
 from mgpu_pipe.training.job_end import too_late
 from mgpu_pipe.training.length import run_length
-from mgpu_pipe.training.loggers import start_loggers
-from mgpu_pipe.training.memory import by_rank, is_out_of_memory, memory_by_rank, out_of_memory
+from mgpu_pipe.training.memory import is_out_of_memory, out_of_memory
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
-from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
+from mgpu_pipe.training.recorder import StepRecorder
+from mgpu_pipe.training.result import TrainResult, train_result
 from mgpu_pipe.training.run_clock import RunClock
+from mgpu_pipe.training.sampling import sampler
 from mgpu_pipe.training.schedules import build_schedule
 from mgpu_pipe.training.tasks import RunTasks
 from mgpu_pipe.training.tf32 import set_tf32
+from mgpu_pipe.training.trainer import run_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass
-class TrainResult:
-    """What an attempt ended with."""
-
-    model: PreTrainedModel
-    status: str
-    """``finished`` or ``stopped`` (by a signal, after saving)."""
-    step: int
-    metrics: dict[str, float]
-    checkpoint: Path | None
-    whole_model: bool = True
-    """``model`` can be run by one rank; else parts of its weights are on other ranks only."""
-    summary: dict[str, Any] = field(default_factory=dict)
-    sampling_forward: Callable[..., Any] | None = None
-    """See :meth:`EngineStrategy.sampling_forward`."""
 
 
 def train(
@@ -202,7 +183,7 @@ def train(
         own_writer=own_writer,
         progress=Progress(max_steps, config.trainer.progress, run_name=config.run.name) if rank == 0 else None,
         model_flops_utilisation=_utilisation(model, config, prepared, device, precision, world_size),
-        sample=_sampler(config, paths, prepared, model, strategy, start_step),
+        sample=sampler(config, paths, prepared, model, strategy, start_step),
         first_reader=first,
         at_first_weights=lambda: objective.first_weights(start) if needs_first else None,
         reader=reader,
@@ -211,7 +192,7 @@ def train(
     )
     held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank), objective.samples)
     try:
-        trainer = _build_trainer(config, paths, strategy, recorder, max_steps, device, rank)
+        trainer = run_trainer(config, paths, strategy, recorder, max_steps, device, rank)
         trainer.fit(
             objective,
             train_step_batches(
@@ -251,7 +232,7 @@ def train(
         recorder.metrics.update(reader.state["metrics"])
         checkpointer.last_path = resume
     sizes = {"parameters": num_parameters, "trained": num_trained}
-    return _result(
+    return train_result(
         config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes, tasks, in_time
     )
 
@@ -282,35 +263,6 @@ def _metrics_writer(paths: RunPaths, start_step: int, config: RunConfig, objecti
     return MetricsWriter(paths.metrics, columns=[*STEP_COLUMNS, *measured])
 
 
-def _sampler(
-    config: RunConfig,
-    paths: RunPaths,
-    prepared: Prepared,
-    model: PreTrainedModel,
-    strategy: EngineStrategy,
-    start_step: int,
-) -> Callable[[int], None] | None:
-    """Writes samples of the model as it is, every so many steps; None where none are wanted."""
-    every, folder = config.trainer.sample_every_n_steps, prepared.tokenizer_folder
-    if dist.get_rank() == 0:
-        cut_samples_after(paths.samples, start_step)
-    if every is None or folder is None:
-        return None
-
-    def sample(step: int) -> None:
-        alone = strategy.holds_whole_model
-        if step % every == 0 and (dist.get_rank() == 0 or not alone):
-            forward = strategy.sampling_forward()
-            # a compilation for other shapes than the training's would change the training's own
-            with torch.compiler.set_stance("force_eager"):
-                made = make_samples(config, model, folder, prepared, together=not alone, forward=forward)
-            strategy.sampled()
-            if dist.get_rank() == 0:
-                append_samples(paths.samples, step, made)
-
-    return sample
-
-
 def _utilisation(
     model: PreTrainedModel, config: RunConfig, prepared: Prepared, device: torch.device, precision: str, world_size: int
 ) -> Callable[[float], float] | None:
@@ -328,108 +280,3 @@ def _utilisation(
     model_class = description(config.objective.name).model_class
     per_token = training_flops_per_token(model.config, prepared.context(config), model_class)
     return lambda tokens_per_s: tokens_per_s * per_token / (peak * world_size)
-
-
-def _build_trainer(
-    config: RunConfig,
-    paths: RunPaths,
-    strategy: EngineStrategy,
-    recorder: StepRecorder,
-    max_steps: int,
-    device: torch.device,
-    rank: int,
-) -> pl.Trainer:
-    callbacks = [
-        build(node, "pytorch_lightning.Callback", f"callbacks.{name}") for name, node in config.callbacks.items()
-    ]
-    loggers = start_loggers(config, paths.root) if rank == 0 else []
-    sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
-    return bare_trainer(
-        accelerator=device.type,
-        devices=1 if sees_one else dist.get_world_size() // config.trainer.num_nodes,
-        num_nodes=config.trainer.num_nodes,
-        strategy=strategy,
-        max_steps=max_steps,
-        logger=loggers or False,
-        callbacks=[*callbacks, recorder],
-    )
-
-
-def bare_trainer(**options: Any) -> pl.Trainer:
-    """Lightning's Trainer without what this project does itself: checkpoints, progress, sampling, signals."""
-    trainer = pl.Trainer(
-        **options,
-        max_epochs=-1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=None,
-        val_check_interval=NEVER,
-        inference_mode=False,
-    )
-    quiet_signals(trainer)
-    return trainer
-
-
-def _result(
-    config: RunConfig,
-    prepared: Prepared,
-    dims: ParallelDims,
-    plan: BatchPlan,
-    model: PreTrainedModel,
-    strategy: EngineStrategy,
-    recorder: StepRecorder,
-    checkpointer: Checkpointer,
-    precision: str,
-    sizes: dict[str, int],
-    tasks: RunTasks | None,
-    ended_by_time: bool,
-) -> TrainResult:
-    memory = memory_by_rank(strategy.memory_parts(), peak_memory_gib(strategy.root_device), strategy.root_device)
-    stopped = recorder.stopped and recorder.step < recorder.max_steps and not ended_by_time
-    status = "stopped" if stopped else "finished"
-    metrics = {**recorder.metrics, **recorder.throughput()}
-    for metric in description(config.objective.name).metrics:
-        if metric.baseline is not None and getattr(prepared, metric.baseline, None) is not None:
-            metrics[f"val/{metric.baseline}"] = getattr(prepared, metric.baseline)
-    checkpoint = checkpointer.last_path
-    summary = {
-        "status": status,
-        "step": recorder.step,
-        "max_steps": recorder.max_steps,
-        **({"max_time": config.trainer.max_time} if ended_by_time else {}),
-        "world_size": dims.world_size,
-        "topology": dims.as_dict(),
-        "strategy": config.strategy.name,
-        "objective": config.objective.name,
-        "precision": precision,
-        **({"parity": STATISTICAL} if uses_dropout(model) else {}),
-        "tf32": uses_tf32(config),
-        "metrics": metrics,
-        "checkpoint": str(checkpoint.relative_to(checkpoint.parents[1])) if checkpoint is not None else None,
-        "model": {"name": config.model.name, "class": type(model).__name__.removeprefix("FSDP"), **sizes},
-        "batch": {
-            "global_batch_size": plan.global_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "num_micro_batches": plan.num_micro_batches,
-            "data_parallel_size": plan.data_parallel_size,
-            "seq_len": config.data.seq_len,
-        },
-        "data": prepared.as_dict(),
-        **({"found": found} if (found := strategy.objective.found) else {}),
-        **({"tasks": tasks.told()} if tasks is not None else {}),
-        "memory": memory,
-        "times": by_rank(recorder.times(), strategy.root_device),
-    }
-    return TrainResult(
-        model,
-        status,
-        recorder.step,
-        metrics,
-        checkpoint,
-        strategy.holds_whole_model,
-        summary,
-        strategy.sampling_forward(),
-    )

@@ -27,8 +27,8 @@ from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
-from mgpu_pipe.training.run import bare_trainer
 from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.training.trainer import bare_trainer
 from mgpu_pipe.verify import bounds
 from mgpu_pipe.verify.baseline import BaselineRun, PlainStep
 from mgpu_pipe.verify.batches import global_batch, micro_batches, step_batch_of

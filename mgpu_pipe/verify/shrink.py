@@ -12,14 +12,8 @@ from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.optimizer import OptimizerConfig
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    RunConfig,
-    SchedulerConfig,
-    StrategyConfig,
-    SyntheticConfig,
-)
+from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, RunConfig, SchedulerConfig, SyntheticConfig
+from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank

@@ -15,7 +15,8 @@ from mgpu_pipe.config import convert, docs, plugins, sections
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze, load
 from mgpu_pipe.config.mathematics import Kind, differences, kind_of, mathematics_hash
-from mgpu_pipe.config.schema import DataConfig, RunConfig, StrategyConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 

@@ -18,7 +18,8 @@ from torch.distributed import HashStore
 from mgpu_pipe.config import resolve
 from mgpu_pipe.config.joined_world import existing_world, hosts, joined_processes, tasks_per_node
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig, RunOptions, StrategyConfig, TrainerConfig
+from mgpu_pipe.config.schema import RunConfig, RunOptions, TrainerConfig
+from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.data.cache import locked
 from mgpu_pipe.data.text.prepare import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
