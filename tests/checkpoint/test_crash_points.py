@@ -220,7 +220,7 @@ def test_a_save_after_one_that_was_killed_at_any_of_its_operations(step: int, ru
     """The machine may stop during the second save with nothing flushed of what the killed one did."""
     save_seed(run, 10, 1)
     replay, pristine = replay_of(run), tree_of(run)
-    replay.most_states = 40  # of each of some thousand prefixes
+    replay.most_states = 12  # of each of some thousand prefixes
     kill_before, killed = 0, True
     while killed:
         files.remove_folder(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import types
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.cli import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.inference import export
 from mgpu_pipe.inference.export import _put_in_place, export_folder
 from mgpu_pipe.inference.load import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
@@ -26,6 +28,7 @@ from mgpu_pipe.models.save import saved_groups
 from mgpu_pipe.parallel.memory import AllocationWatch
 from mgpu_pipe.training.initial_weights import build_model
 from tests.models.tiny import tiny_model
+from tests.support.program import forked_check
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_neox", "phi3", "opt"]
 
@@ -84,8 +87,11 @@ def test_an_export_generates_with_a_cache(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("keeps_settings", [True, False])
-def test_an_export_generates_as_the_makers_folder_does(cache: bool, keeps_settings: bool, tmp_path: Path) -> None:
+def test_an_export_generates_as_the_makers_folder_does(
+    cache: bool, keeps_settings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Oracle: the maker's folder, through training's own model of it and back."""
+    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_check))
     maker, out = tmp_path / "maker", tmp_path / "out"
     theirs = made("llama")
     theirs.config.update({"use_cache": cache, "eos_token_id": [7, 9], "pad_token_id": 9, "output_router_logits": True})
@@ -218,6 +224,7 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_one_before(
     assert (out / "config.json").read_text() == "out" and not (tmp_path / "out.old").exists()
 
 
-def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path) -> None:
+def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_check))
     run = run_of(tmp_path / "run", "gpt2", n_positions=16)
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0

@@ -185,7 +185,9 @@ def losses_of(folder: Path) -> list[float]:
     return [float(row.split(",")[at]) for row in rows[1:]]
 
 
-@pytest.mark.parametrize(("processes", "strategy"), [(1, "single"), (2, "fsdp"), (2, "zero3")])
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.exhaustive), (2, "zero3")]
+)
 def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path, processes: int, strategy: str) -> None:
     given = (file_of(tmp_path, PAIRS), "objective.beta=0.5", "trainer.log_every_n_steps=1", f"strategy={strategy}")
     found = run(tmp_path / "run", tmp_path / "cache", processes, *given)

@@ -273,7 +273,9 @@ def answered(overrides: list[str], cache: str, folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "tp", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("tp", "zero3"))]
+)
 def test_a_sharded_model_answers_as_a_whole_one(tmp_path: Path, strategy: str) -> None:
     cache, found = tmp_path / "cache", {}
     for name, processes in (("single", 1), (strategy, 2)):

@@ -272,7 +272,13 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "strategy"), [(1, "strategy=single"), (2, "strategy=fsdp"), (2, "strategy=tp"), (2, "strategy=zero3")]
+    ("processes", "strategy"),
+    [
+        (1, "strategy=single"),
+        pytest.param(2, "strategy=fsdp", marks=pytest.mark.exhaustive),
+        pytest.param(2, "strategy=tp", marks=pytest.mark.exhaustive),
+        (2, "strategy=zero3"),
+    ],
 )
 def test_a_folder_without_the_head_gets_a_new_one(tmp_path: Path, processes: int, strategy: str) -> None:
     from transformers import BertConfig, BertForMaskedLM

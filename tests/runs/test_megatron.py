@@ -18,7 +18,16 @@ pytestmark = pytest.mark.slow
     "strategy",
     [
         ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=8"),
-        ("strategy=megatron", "strategy.cp=2", "strategy.tp=2", "strategy.sequence_parallel=true", "trainer.devices=4"),
+        pytest.param(
+            (
+                "strategy=megatron",
+                "strategy.cp=2",
+                "strategy.tp=2",
+                "strategy.sequence_parallel=true",
+                "trainer.devices=4",
+            ),
+            marks=pytest.mark.exhaustive,
+        ),
         ("strategy=pp", "trainer.devices=2", "strategy.pipeline.schedule=zbv"),
     ],
 )

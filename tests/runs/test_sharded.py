@@ -14,7 +14,7 @@ from tests.support.command import column, mgpu, run_folder, start
 
 pytestmark = pytest.mark.slow
 
-ADDRESS_SPACE = 8 << 30
+ADDRESS_SPACE = 3 << 30
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_rank_out_of_memory_says_what_would_help(cache: Path, corpus: Path, tm
         "strategy=ddp",
         "trainer.devices=2",
         "data.seq_len=512",
-        "data.global_batch_size=512",
-        "data.micro_batch_size=256",
+        "data.global_batch_size=2048",
+        "data.micro_batch_size=1024",
         "model.config.hidden_size=256",
         "trainer.max_steps=2",
     )
@@ -77,5 +77,5 @@ def test_a_rank_out_of_memory_says_what_would_help(cache: Path, corpus: Path, tm
     said = next(line for line in (out + err).splitlines() if "ran out of memory" in line)
     assert said.startswith("error: rank ")
     assert "the largest part is activations" in said
-    assert said.index("strategy.activation_checkpointing=full (saves") < said.index("data.micro_batch_size=128 (saves")
+    assert said.index("strategy.activation_checkpointing=full (saves") < said.index("data.micro_batch_size=512 (saves")
     assert said.count("saves about") == 3

@@ -119,8 +119,9 @@ def case_of(topology: Topology, model: str) -> Case:
 
 RARE = (
     *(f"pp2 {name}" for name in ("gpipe", "interleaved_1f1b", "zbv")),
-    *(f"pp4 {name}" for name in ("1f1b", "interleaved_zero_bubble", "dualpipev")),
-    *("tp2", "tp2, sequence", "cp2 ring", "cp4 ulysses", "ep2", "tp2 x pp2", "tp2 x dp_replicate2", "tp2 x cp2"),
+    *(f"pp4 {name}" for name in ("1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")),
+    *("tp2", "tp2, sequence", "tp4", "cp2 ring", "cp4 ulysses", "ep2", "ep4", "tp2 x pp2", "tp2 x dp_replicate2"),
+    *("tp2 x cp2", "tp2 x pp2, sequence", "pp2 x dp_shard2", "pp2 x tp2 x dp_shard2"),
 )
 """Topologies that ``make test`` leaves out: others are like them."""
 

@@ -188,6 +188,10 @@ FAMILIES = ("llama", "gpt2", "qwen3", "mixtral")
 CELLS = list(product((1, 2, 3), FAMILIES, (2, 4), (2, 1)))
 
 
+ONE_STAGE = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3]
+"""``make test`` tries the last; test_zero_is_the_plain_loop has every stage."""
+
+
 @pytest.mark.parametrize(
     ("stage", "model_name", "world_size", "micro_batch_size"),
     sampled(
@@ -199,7 +203,7 @@ def test_zero_is_the_plain_loop(stage: int, model_name: str, world_size: int, mi
     check(model_name, run_processes(world_size, trained, model_name, stage, micro_batch_size))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", ONE_STAGE)
 def test_initial_weights_are_the_keyed_ones_bit_for_bit(stage: int) -> None:
     model = build_meta(MODELS["gpt2"])
     materialise(model, 5, CPU)
@@ -232,12 +236,20 @@ def _on_three(model_name: str, stage: int) -> list[dict[str, Any]]:
     return run_processes(3, trained, model_name, stage, 1, "fp32", 7, None, None, "none", None, 6)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", ONE_STAGE)
 def test_clipping_uses_the_global_norm(stage: int) -> None:
     check("gpt2", run_processes(2, trained, "gpt2", stage, 4, "fp32", 7, 0.5), 0.5)
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [
+        pytest.param(1, 2, marks=pytest.mark.exhaustive),
+        (2, 2),
+        pytest.param(3, 2, marks=pytest.mark.exhaustive),
+        (3, 4),
+    ],
+)
 def test_offload_to_host_memory_is_the_plain_loop(stage: int, world_size: int) -> None:
     check("gpt2", run_processes(world_size, trained, "gpt2", stage, 2, "fp32", 7, 0.5, None, "cpu"), 0.5)
 
@@ -256,7 +268,7 @@ def test_a_raw_setting_that_deepspeed_refuses_is_named(stage: int) -> None:
     assert result["error"].startswith("strategy.deepspeed_config.zero_optimization.overlap_comm=maybe: DeepSpeed says")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", ONE_STAGE)
 def test_bf16_is_as_close_to_fp32_as_one_bf16_process(stage: int) -> None:
     expected = oracle("llama")
     (alone,) = run_processes(1, trained_alone, "llama", 8, "bf16", 0)
@@ -277,7 +289,7 @@ def test_bf16_is_as_close_to_fp32_as_one_bf16_process(stage: int) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", ONE_STAGE)
 def test_two_runs_of_one_topology_are_bit_equal(stage: int) -> None:
     first, second = (_on_three("llama", stage) for _ in range(2))
     assert first[0]["rows"] == second[0]["rows"]

@@ -151,12 +151,12 @@ def resumed(
     [
         (("zero3", 2), ("ddp", 1)),
         (("ddp", 1), ("zero3", 4)),
-        (("zero3", 4), ("ddp", 2)),
+        pytest.param(("zero3", 4), ("ddp", 2), marks=pytest.mark.exhaustive),
         (("zero1", 2), ("zero3", 4)),
-        (("zero2", 4), ("zero1", 2)),
+        pytest.param(("zero2", 4), ("zero1", 2), marks=pytest.mark.exhaustive),
         (("zero3", 2), ("zero2", 4)),
-        (("ddp", 2), ("zero1", 4)),
-        (("zero3_cpu", 2), ("zero3", 4)),
+        pytest.param(("ddp", 2), ("zero1", 4), marks=pytest.mark.exhaustive),
+        pytest.param(("zero3_cpu", 2), ("zero3", 4), marks=pytest.mark.exhaustive),
         (("zero3", 4), ("zero3_cpu", 2)),
     ],
 )
@@ -167,7 +167,7 @@ def test_any_engine_goes_on_from_any_other(tmp_path: Path, first: tuple[str, int
 @pytest.mark.parametrize(
     ("first", "then"), [(("zero3", 4), ("zero2", 2)), (("zero1", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 2))]
 )
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_tied_embeddings_and_frozen_parameters(
     tmp_path: Path, frozen: bool, first: tuple[str, int], then: tuple[str, int]
 ) -> None:

@@ -30,6 +30,8 @@ PRELOAD = [
     "mgpu_pipe.training.run",
     "mgpu_pipe.cli",
     "mgpu_pipe.config.hydra_cli",
+    "mgpu_pipe.inference.check_export",
+    "mgpu_pipe.inference.export",
     "mgpu_pipe.launch.join",
     "mgpu_pipe.launch.local",
     "mgpu_pipe.launch.worker",

@@ -94,15 +94,45 @@ def _give_up_descriptors(kept: Sequence[int]) -> None:
             os.dup2(nothing, fd)
 
 
+def forked_check(command: Sequence[str], *, cwd: Path, input: bytes, env: Mapping[str, str], **kept: Any) -> Any:
+    """In the place of the export's subprocess.run: its check of the folder without a new interpreter."""
+    module = command.index("-m") + 1
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as told:
+        given.write(input)
+        given.seek(0)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.chdir(cwd)
+                _take_over(told.fileno(), told.fileno(), env)
+                os.dup2(given.fileno(), 0)
+                sys.stdin = os.fdopen(0, closefd=False)
+                sys.argv = list(command[module:])
+                runpy.run_module(command[module], run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        told.seek(0)
+        return subprocess.CompletedProcess(command, code, b"", told.read())
+
+
 def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
     os.chdir(cwd)
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
+    from mgpu_pipe.inference import export
     from mgpu_pipe.launch import fork_server, workers
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
     workers.subprocess = fork_server.subprocess = substitute
+    export.subprocess = types.SimpleNamespace(run=forked_check)  # type: ignore[assignment]
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()
 

@@ -37,7 +37,7 @@ def planted(config: RunConfig, kind: str) -> list[Worst]:
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3", "zero3_cpu"])
-@pytest.mark.parametrize("model", ["llama_tiny", "gpt2_tiny"])
+@pytest.mark.parametrize("model", ["llama_tiny", pytest.param("gpt2_tiny", marks=pytest.mark.exhaustive)])
 def test_zero_is_the_plain_computation(model: str, preset: str) -> None:
     config = small_run(f"model={model}", f"strategy={preset}", "trainer.devices=4", "data.micro_batch_size=4")
     first, *_ = run_processes(4, verified, config)
@@ -82,7 +82,10 @@ def test_a_wrong_initial_value_in_one_ranks_part_is_named(preset: str) -> None:
     assert [(one.quantity, one.where, one.step) for one in found.values()] == [("initial weights", TARGET, 0)]
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param("zero1", marks=pytest.mark.exhaustive), pytest.param("zero2", marks=pytest.mark.exhaustive), "zero3"],
+)
 def test_bf16_is_as_good_as_one_bf16_process(preset: str) -> None:
     config = small_run("model=llama_tiny", f"strategy={preset}", "trainer.devices=2", "precision=bf16", steps=10)
     assert broken(run_processes(2, verified, config)[0]) == {}
