@@ -95,7 +95,10 @@ def queued(*, ended: bool = False) -> list[Job]:
     states = ["--states=all"] if ended else []
     found = []
     for line in ask(["squeue", "--me", "--array", "--noheader", *states, f"--format={ASKED}"]).splitlines():
-        job, state, left, place, where, comment = line.split("|", 5)
+        parts = line.split("|", 5)
+        if len(parts) < 6:  # of another program's comment, which has several lines
+            continue
+        job, state, left, place, where, comment = parts
         folder = _run_of(comment, place)
         if folder is None:
             continue
@@ -174,7 +177,8 @@ def _job(name: str) -> tuple[str, Path | None]:
         return job, log_of(folder, job) if is_run_folder(folder) else None
     there = folder.exists()
     known = queued(ended=True) if there or name.replace("_", "").isdigit() else []
-    found = next((one for one in known[::-1] if (one.run.folder == folder if there else one.job == name)), None)
+    of_it = [one for one in known if (one.run.folder == folder if there else one.job == name)]
+    found = max(of_it, key=lambda one: int(one.job.partition("_")[0]), default=None)
     if found is None:
         raise RunFolderError(
             f"{name}: no folder or job that SLURM knows was submitted by this program; see mgpu-pipe jobs"

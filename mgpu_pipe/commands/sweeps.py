@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -187,6 +188,8 @@ def _run_left(store: Store, command: Sequence[str], numbers: Collection[int] = (
 
 def _resume(store: Store, more: list[str]) -> int:
     _back_to(store)
+    if store.cancelled:
+        print(f"note: {store.name}: was cancelled; mgpu-pipe sweeps retry brings it back", file=sys.stderr)
     return _run_left(store, ["mgpu-pipe", "sweeps", "resume", store.name])
 
 
@@ -206,9 +209,10 @@ def _retry(store: Store, more: list[str]) -> int:
     for point in again:
         store.change(point, status=WAITING, reason="", exit_code=0)
     _back_to(store)
-    return _run_left(
-        store, ["mgpu-pipe", "sweeps", "retry", store.name, *more], {point.number for point in again} or {0}
-    )
+    all_of_it = store.cancelled and not chosen
+    store.amend(cancelled=False)
+    those = () if all_of_it else {point.number for point in again} or {0}
+    return _run_left(store, ["mgpu-pipe", "sweeps", "retry", store.name, *more], those)
 
 
 def _no_number(word: str) -> int:
@@ -222,24 +226,27 @@ def _extend(store: Store, more: list[str]) -> int:
         raise BadInputError(f"mgpu-pipe sweeps extend {store.name}: give values, such as optimizer.lr=1e-4,3e-4")
     _back_to(store)
     extend(store, more)
+    store.amend(cancelled=False)
     return _run_left(store, ["mgpu-pipe", "sweeps", "extend", store.name, *more])
 
 
 def _cancel(store: Store, more: list[str]) -> int:
+    store.amend(cancelled=True)  # a process that searches for its next point finds none
     if job := job_of(store.folder):
         with suppress(BadInputError):  # SLURM has forgotten it; a job that starts later finds its point cancelled
             ask(["scancel", job])
     for point in store.points():
         if point.status in GOES_ON:
             store.change(point, status=CANCELLED, exit_code=0)
-    owners = {point.owner for point in store.points() if point.status == RUNNING}
-    for owner in owners:
-        boot, pid, _ = owner.split(":", 2)
-        if boot == boot_id():
-            with suppress(ProcessLookupError):  # it has just ended
-                os.kill(int(pid), signal.SIGTERM)
+    asked: set[str] = set()
     until = time.monotonic() + STOP_WAIT_S
-    while (points := store.points()) and any(point.status == RUNNING for point in points):
+    while (points := store.points()) and (owners := {point.owner for point in points if point.status == RUNNING}):
+        for owner in owners - asked:
+            boot, pid, _ = owner.split(":", 2)
+            if boot == boot_id():
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(int(pid), signal.SIGTERM)
+        asked |= owners
         if time.monotonic() > until:
             print(f"still running elsewhere: {[point.number for point in points if point.status == RUNNING]}")
             return EXIT_FAILURE

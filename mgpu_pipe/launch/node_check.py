@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import RunFolderError
 
 BAD_NODES = "bad_nodes.txt"
 """In the run's folder: a line for each node that failed, its name first. The batch script reads it."""
@@ -22,7 +24,11 @@ MEMORY_SHARE = 0.5
 
 
 def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
-    """What is wrong with this node, in words: GPUs, memory, disks, clock; empty for a good one."""
+    """What is wrong with this node, in words: GPUs, memory, disks, clock; empty for a good one.
+
+    Raises:
+        RunFolderError: the run's own folder is full, which is no node's fault.
+    """
     faults = []
     wanted = devices_per_node(config) if device_type(config) == "cuda" and not _has_own_gpu() else 0
     if usable_gpus() < wanted:
@@ -36,10 +42,15 @@ def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
             if abs(written - time.time()) > CLOCK_S and place == folder:
                 faults.append(f"its clock is off by {time.time() - written:.0f} s")
             space = os.statvfs(place)
-            if space.f_bavail * space.f_frsize < LEAST_FREE:
-                faults.append(f"{place} has less than {LEAST_FREE >> 20} MiB free")
+            full = space.f_bavail * space.f_frsize < LEAST_FREE
         except OSError as error:
-            faults.append(f"{place} cannot be written ({error.strerror})")
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full:
+                faults.append(f"{place} cannot be written ({error.strerror})")
+        if full and place == folder:  # on every node
+            raise RunFolderError(f"{folder}: has less than {LEAST_FREE >> 20} MiB free; make room, and queue it again")
+        if full:
+            faults.append(f"{place} has less than {LEAST_FREE >> 20} MiB free")
     return faults
 
 

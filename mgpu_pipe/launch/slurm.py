@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -121,10 +122,7 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
     with RunLock(folder.paths.lock):
         folder = run_folder.settle(folder, config, asked.alone)
         paths = folder.paths
-        if "\\" in str(paths.root) or not str(paths.root).isprintable():
-            key, value = ("run.root", config.run.root) if config.run.dir is None else ("run.dir", config.run.dir)
-            reason = "SLURM cannot write a log there"
-            raise ConfigError(key, value, "use a folder without backslashes and control characters", reason)
+        check_folder(config, paths.root)
         if run_folder.completed(folder, config):
             limit = run_folder.limit_reached(paths)
             value = getattr(config.trainer, limit)
@@ -140,8 +138,16 @@ def submit(config: RunConfig, asked: Asked) -> Submitted:
         except BaseException:
             folder.discard()
             raise
-        keep_job(paths.root, job)
     return Submitted(job, paths.root)
+
+
+def check_folder(config: RunConfig, folder: Path) -> None:
+    """Refuse a folder that ``#SBATCH`` lines cannot name."""
+    values = {"run.dir": config.run.dir or "", "run.name": config.run.name, "run.root": str(folder)}
+    for key, value in values.items():
+        if "\\" in value or not value.isprintable():
+            fix = "use a folder without backslashes and control characters"
+            raise ConfigError(key, value, fix, "SLURM cannot write a log there")
 
 
 def write_script(config: RunConfig, folder: Path, command: Sequence[str], name: str = "", array: int = 0) -> Path:
@@ -162,15 +168,20 @@ def write_script(config: RunConfig, folder: Path, command: Sequence[str], name: 
 
 
 def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
-    """Submit; returns the job's number. ``options`` come before those that the script names.
+    """Submit, and keep the job's number beside the script; returns it. ``options`` come before those of the script.
 
     Raises:
         ConfigError: SLURM refuses it, with the key that it speaks of.
-        BadInputError: SLURM cannot be reached, or says something else.
+        BadInputError: SLURM cannot be reached, or says something else, or the number cannot be written.
         KeyboardInterrupt: a stop signal came meanwhile; the job is cancelled then.
     """
-    # what an enclosing job says of itself is not for this one
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
+    # what an enclosing job says of itself is not for this one; and variables would outdo the script
+    ours = {_variable(option) for option in OPTION.findall(script.read_text(encoding="utf-8"))} | UNWANTED
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and (not name.startswith("SLURM_") or name in KEPT)
+    }
     stopped: list[int] = []
     before = taken_over(lambda number, frame: stopped.append(number))
     try:
@@ -182,13 +193,21 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
             env=environment,
             start_new_session=True,  # Ctrl-C would end it when SLURM may have the job already
         )
+        job = done.stdout.strip().partition(";")[0]
+        if done.returncode == 0:
+            try:
+                keep_job(script.parent, job)
+            except OSError as error:
+                cancel(job)
+                raise BadInputError(
+                    f"{script.parent}: cannot be written ({error.strerror}), so that job {job} was cancelled; make room"
+                ) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-    job = done.stdout.strip().partition(";")[0]
     if stopped:
         if done.returncode == 0:
-            subprocess.run(["scancel", job], stdin=subprocess.DEVNULL)
+            cancel(job)
         raise KeyboardInterrupt
     if done.returncode == 0:
         return job
@@ -203,12 +222,25 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
     )
 
 
+def cancel(job: str) -> None:
+    subprocess.run(["scancel", job], stdin=subprocess.DEVNULL)
+
+
 OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
     *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 }
 """States of a job that has ended; a job that is warned, held or stopped for a moment goes on."""
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_EXIT_ERROR")
+OPTION = re.compile(r"^#SBATCH --([\w-]+)", re.MULTILINE)
+RENAMED = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE"}
+UNWANTED = {"SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"}
+"""Variables by which sbatch would make another kind of job of any."""
+
+
+def _variable(option: str) -> str:
+    """By which sbatch hears of an option, which then counts instead of the script's."""
+    return f"SBATCH_{RENAMED.get(option, option.upper().replace('-', '_'))}"
 
 
 def _asked_gpus(config: RunConfig) -> int:

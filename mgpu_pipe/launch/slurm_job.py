@@ -72,13 +72,19 @@ def _run(folder: Path, again: Sequence[str]) -> int:
         return EXIT_STOPPED
     preflight(config)
     if os.environ.get("SLURM_PROCID") == "0":  # any rank's request stops all of them
-        tell_end(os.environ["SLURM_JOB_ID"])
+        tell_end(this_job())
     asked = Asked(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),
         command=[str(word) for word in _listed(recorded(folder).get("command"))],
         again=again or ["sbatch", str(folder / SCRIPT)],
     )
     return launch(config, asked).exit_code
+
+
+def this_job() -> str:
+    """This job, as SLURM's commands know it: the number of an array's last member is the whole array's."""
+    array, place = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{place}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def tell_end(job: str) -> None:

@@ -101,6 +101,15 @@ class SlurmConfig(LaunchConfig):
             errors.append(ConfigError("launch.time", self.time, "use [days-]hours:minutes[:seconds], such as 12:00:00"))
         return errors
 
+    def whole_time(self) -> str | None:
+        """The time limit with all its parts: SLURM takes ``12:30`` for minutes and seconds."""
+        limit = self.limit_s()
+        if limit is None:
+            return None
+        minutes, seconds = divmod(limit, 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours // 24}-{hours % 24:02}:{minutes:02}:{seconds:02}"
+
     def limit_s(self) -> int | None:
         """The time limit in seconds; None where none is given, or one that cannot be read."""
         match = TIME.fullmatch(self.time or "")

@@ -90,7 +90,7 @@ def _wanted(config: RunConfig, launch: SlurmConfig, folder: Path, name: str, arr
         "cpus-per-task": cpus,
         "gpus-per-node": (f"{launch.gpu_type}:{gpus}" if launch.gpu_type else gpus) or None,
         "mem": "0" if launch.memory == "all" else launch.memory,
-        "time": launch.time,
+        "time": launch.whole_time(),
         "signal": f"{WARNING}@{launch.warning_s}",
         "partition": launch.partition,
         "account": launch.account,

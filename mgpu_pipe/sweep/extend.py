@@ -27,6 +27,13 @@ def extend(store: Store, words: Sequence[str]) -> None:
         if len(words) > 1 or key != "sweep.trials" or not number.isdigit() or int(number) <= asked["trials"]:
             raise BadInputError(f"{' '.join(words)}: a search is extended by sweep.trials=N, above {asked['trials']}")
         return store.amend(trials=int(number))
+    while not _extended(store, words):
+        pass
+
+
+def _extended(store: Store, words: Sequence[str]) -> bool:
+    """Add the points; False where another process has added some meanwhile."""
+    asked = store.asked
     known = hydra_cli.read_sweep(parsed_again(asked["flags"], [*asked["fixed"], *words]))
     before = list(asked["fixed"])
     given = [[_normal(word)] for word in known.fixed if word not in before]
@@ -47,7 +54,9 @@ def extend(store: Store, words: Sequence[str]) -> None:
     if not new:
         raise BadInputError(f"{' '.join(words)}: the sweep {store.name} has these points already")
     refused = errors_by_point(asked["flags"], asked["fixed"], new)
-    refuse(store, store.add(new), refused)
+    added = store.add(new, after=_last(points))
+    refuse(store, added, refused if added else {})
+    return bool(added)
 
 
 def _more_seeds(store: Store, words: Sequence[str]) -> None:
@@ -63,11 +72,20 @@ def _more_seeds(store: Store, words: Sequence[str]) -> None:
     by_trial: dict[int, list[Point]] = {}
     for point in points:
         by_trial.setdefault(point.trial, []).append(point)
+    last = _last(points)
     for trial, runs in by_trial.items():
         there = {int(run.settings.get("seed", asked["seed"])) for run in runs}
         setting = [one for one in runs[0].overrides if asked["seeds"] == 1 or _key(one) != "seed"]
-        store.add([[[*setting, f"seed={seed}"] for seed in wanted if seed not in there]], trial=trial)
+        if missing := [[*setting, f"seed={seed}"] for seed in wanted if seed not in there]:
+            added = store.add([missing], after=last, trial=trial)
+            if not added:  # another process added some meanwhile
+                return _more_seeds(store, words)
+            last = _last(added)
     store.amend(seeds=int(number))  # last: what a kill leaves out is added when it is asked for again
+
+
+def _last(points: Sequence[Point]) -> int:
+    return points[-1].number if points else 0
 
 
 def _setting(point: Point, seeds: int) -> frozenset[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mgpu_pipe.errors import BadInputError
 
 STALE_S = 60.0
 """A change takes milliseconds: one that began so long ago was not finished."""
+LOOK_S = 0.01
 
 
 class FilePoints:
@@ -34,11 +35,8 @@ class FilePoints:
     def add(self, records: Sequence[dict[str, Any]]) -> bool:
         self._folder.mkdir(exist_ok=True)
         taken = self._folder / "adding.taken"
-        until = time.monotonic() + STALE_S
         while not _made(taken):
-            if time.monotonic() > until:
-                taken.unlink(missing_ok=True)
-            time.sleep(0.01)
+            _outwait(taken, lambda: False)
         try:
             if any(self._path(record["number"]).exists() for record in records):
                 return False
@@ -56,23 +54,18 @@ class FilePoints:
             version = record["version"] + 1
             taken = self._folder / f"{number}.{version}.taken"
             if not _made(taken):
-                self._outwait(number, version, taken)
+                _outwait(taken, lambda: self._read(number)["version"] >= version)  # noqa: B023
                 continue
             if self._read(number)["version"] >= version:  # another wrote that version, and the next, since we read
                 taken.unlink(missing_ok=True)
                 continue
-            replace_file(self._path(number), json.dumps({**record, **changes, "version": version}), flush=True)
+            try:
+                replace_file(self._path(number), json.dumps({**record, **changes, "version": version}), flush=True)
+            except BaseException:  # a full disk: whoever makes room need not outwait this
+                taken.unlink(missing_ok=True)
+                raise
             (self._folder / f"{number}.{version - 1}.taken").unlink(missing_ok=True)
             return True
-
-    def _outwait(self, number: int, version: int, taken: Path) -> None:
-        """Return when the version was written, or its writer is given up."""
-        until = time.monotonic() + STALE_S
-        while self._read(number)["version"] < version:
-            if time.monotonic() > until:
-                taken.unlink(missing_ok=True)
-                return
-            time.sleep(0.01)
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number}.json"
@@ -84,8 +77,31 @@ class FilePoints:
         except (OSError, ValueError, NotPlainError) as error:
             raise BadInputError(f"{path}: the sweep's record of a point cannot be read ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("version"), int):
-            raise BadInputError(f"{path}: not a sweep's record of a point; remove it, and the point is run again")
+            raise BadInputError(f"{path}: not a sweep's record of a point; remove it, and sweeps extend adds the point")
         return record
+
+
+def _outwait(taken: Path, written: Callable[[], bool]) -> None:
+    """Return when the change was written or its file is gone; one that stays for long is removed.
+
+    Looks are counted, for a clock goes on while a server hangs; and another file of that name is another process's.
+    """
+    first = _which(taken)
+    for _ in range(round(STALE_S / LOOK_S)):
+        if first is None or written() or _which(taken) != first:
+            return
+        time.sleep(LOOK_S)
+    if _which(taken) == first:
+        taken.unlink(missing_ok=True)
+
+
+def _which(path: Path) -> tuple[int, int] | None:
+    """Tells a file from a later one of its name; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _made(path: Path) -> bool:

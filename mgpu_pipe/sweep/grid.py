@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mgpu_pipe.config.hydra_cli import SweepWords
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.runs.continue_line import hydra_quoted
+from mgpu_pipe.sweep.space import as_override
 from mgpu_pipe.sweep.work import with_seeds
 
 
@@ -41,8 +41,9 @@ def read_points(path: Path) -> list[list[str]]:
         ConfigError: the file cannot be read, has no row, a key twice, or a row of another length.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            header, *rows = [row for row in csv.reader(file) if row]
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write the mark
+            lines = csv.reader(file)
+            (_, header), *rows = [(lines.line_num, row) for row in lines if row]
     except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
     header = [key.strip() for key in header]
@@ -50,21 +51,9 @@ def read_points(path: Path) -> list[list[str]]:
         raise ConfigError("sweep.points", path, "give it one column", f"{twice[0]} heads two")
     if not rows:
         raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
-    for number, row in enumerate(rows, 2):
+    for number, row in rows:
         if len(row) != len(header):
             reason = f"line {number} has {len(row)} values for {len(header)} keys"
             raise ConfigError("sweep.points", path, "quote a value that has commas", reason)
-    return [[f"{key}={_value(key, cell)}" for key, cell in zip(header, row, strict=True)] for row in rows]
-
-
-def _value(key: str, cell: str) -> str:
-    """A cell as Hydra reads it: a number, word, list or mapping as it stands, any other text quoted."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    text = cell.strip()
-    try:
-        one = OverridesParser.create().parse_override(f"{key}={text}")
-    except HydraException:
-        return hydra_quoted(text)
-    return hydra_quoted(text) if one.is_sweep_override() else one.get_value_element_as_str()
+    pairs = (zip(header, row, strict=True) for _, row in rows)
+    return [[f"{key}={as_override(key, cell.strip())}" for key, cell in point] for point in pairs]

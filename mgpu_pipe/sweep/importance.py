@@ -47,6 +47,8 @@ def importances(settings: Mapping[str, Sequence[str]], metric: Sequence[float]) 
     for key, values in settings.items():
         try:
             given = [float(value) for value in values]
+            if any(map(math.isnan, given)):  # no place in an order
+                raise ValueError
         except ValueError:
             found.append(Importance(key, _explained(values, ranks), math.nan))
             continue

@@ -12,18 +12,24 @@ from types import FrameType
 
 from mgpu_pipe.child import bound
 from mgpu_pipe.config.hardware import gpu_count
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED
 from mgpu_pipe.launch.stop import taken_over
 from mgpu_pipe.report import numbers as figures
 from mgpu_pipe.sweep.point import GOES_ON, RUNNING, WAITING
 from mgpu_pipe.sweep.store import Store
 
 WORKER = "MGPU_PIPE_SWEEP_WORKER"
-"""Set for these processes: which of them it is, of how many."""
+"""Set for these processes: the numbers of the points that they are to run; empty: all."""
 POLL_S = 0.5
 
 
 def is_worker() -> bool:
     return WORKER in os.environ
+
+
+def chosen_points() -> list[int]:
+    """The numbers of the points that this worker is to run; none: all."""
+    return [int(number) for number in os.environ[WORKER].split()]
 
 
 def work_together(store: Store, chosen: Collection[int] = ()) -> None:
@@ -39,8 +45,11 @@ def work_together(store: Store, chosen: Collection[int] = ()) -> None:
     cores, gpus = sorted(os.sched_getaffinity(0)), _visible_gpus()
     said = {point.number: point.status for point in store.points()}
     children: list[subprocess.Popen[bytes]] = []
+    stopped = False
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
         for child in children:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGTERM)
@@ -50,20 +59,26 @@ def work_together(store: Store, chosen: Collection[int] = ()) -> None:
         with ExitStack() as logs:
             for at in range(count):
                 log = logs.enter_context(open(store.folder / f"worker-{at + 1}.log", "ab"))
-                words = ["sweeps", "retry" if chosen else "resume", str(store.folder), *map(str, sorted(chosen))]
-                environment = {**os.environ, WORKER: f"{at + 1}/{count}"}
+                environment = {**os.environ, WORKER: " ".join(map(str, sorted(chosen)))}
                 if gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[at::count] or [gpus[at % len(gpus)]])
                 mine = cores[at::count] or [cores[at % len(cores)]]
-                command = bound([sys.executable, "-m", "mgpu_pipe", *words])
+                command = bound([sys.executable, "-m", "mgpu_pipe", "sweeps", "resume", str(store.folder)])
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
                 os.sched_setaffinity(child.pid, mine)
                 children.append(child)
+                if stopped:  # while it was being started
+                    hand_on(signal.SIGTERM, None)
+                    break
         while any(child.poll() is None for child in children):
             _tell(store, said)
             with suppress(subprocess.TimeoutExpired):
                 next(child for child in children if child.returncode is None).wait(POLL_S)
         _tell(store, said)
+        for at, child in enumerate(children, 1):
+            if not stopped and child.returncode not in (EXIT_OK, EXIT_STOPPED):
+                told = f"{child.returncode}; see {store.folder / f'worker-{at}.log'}"
+                print(f"error: a process of the sweep ended by {told}", file=sys.stderr)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

@@ -56,8 +56,10 @@ def suggest(
             if one.applies(chosen):
                 chosen[one.key] = one.drawn(generator)
         return chosen
-    study = _study(kind, minimize, place)
-    study.add_trials([_told(one, space) for one in tried])
+    study, whole = _study(kind, minimize, place), 0
+    for earlier in tried:
+        study.add_trial(_told(earlier, space, whole // STARTUP_TRIALS))
+        whole += bool(earlier.values)
     trial, chosen = study.ask(), dict[str, str]()
     for one in space:
         if one.applies(chosen):
@@ -99,8 +101,12 @@ def _study(kind: Kind, minimize: Sequence[bool], seed: int) -> optuna.Study:
         return optuna.create_study(directions=directions, sampler=samplers[kind]())
 
 
-def _told(tried: Tried, space: Sequence[Parameter]) -> optuna.trial.FrozenTrial:
-    """A trial in Optuna's words; one that ended badly is one that was pruned at once, which is the worst there is."""
+def _told(tried: Tried, space: Sequence[Parameter], generation: int) -> optuna.trial.FrozenTrial:
+    """A trial in Optuna's words; one that ended badly is one that was pruned at once, which is the worst there is.
+
+    Args:
+        generation: of NSGA-II, which draws at random as long as no trial has one.
+    """
     from optuna.trial import TrialState, create_trial
 
     known = [one for one in space if one.key in tried.chosen]
@@ -111,11 +117,15 @@ def _told(tried: Tried, space: Sequence[Parameter]) -> optuna.trial.FrozenTrial:
         params={one.key: _value(one, tried.chosen[one.key]) for one in known},
         distributions={one.key: _distribution(one) for one in known},
         intermediate_values=dict(tried.rungs),
+        system_attrs={"NSGAIISampler:generation": generation},
     )
 
 
 def _value(one: Parameter, text: str) -> Any:
-    return text if one.values else int(text) if one.whole else float(text)
+    if one.values:
+        return text
+    number = min(max(float(text), one.low), one.high)  # the text's few digits may round it out of the range
+    return int(number) if one.whole else number
 
 
 def _distribution(one: Parameter) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
@@ -18,14 +21,16 @@ from mgpu_pipe.launch import slurm
 from mgpu_pipe.launch.composed import errors_of
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script
-from mgpu_pipe.launch.slurm_submitted import POINTS, keep_job
+from mgpu_pipe.launch.slurm_submitted import POINTS, job_of
+from mgpu_pipe.launch.stop import taken_over
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import record
 from mgpu_pipe.runs.folder import RunFolder
+from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.sweep.grid import grid
 from mgpu_pipe.sweep.point import FINISHED, GOES_ON, Point
-from mgpu_pipe.sweep.store import Store, create, writing
-from mgpu_pipe.sweep.work import parsed_again
+from mgpu_pipe.sweep.store import Store, check_name, create, writing
+from mgpu_pipe.sweep.work import parsed_again, resume_line
 
 
 def submit_sweep(asked: SweepWords, wanted: dict[str, object], command: Sequence[str]) -> int:
@@ -41,21 +46,35 @@ def submit_sweep(asked: SweepWords, wanted: dict[str, object], command: Sequence
     errors = list(_errors(asked.config))
     if errors:
         raise ConfigErrors(errors)
+    root, name = Path(asked.config.run.root).expanduser(), asked.config.sweep.name
+    check_name(root, name)
     trials = grid(asked)
     overrides = [point for runs in trials for point in runs]
     made = _composed(wanted, dict(enumerate(overrides, 1)))
-    store = create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, {**wanted, "launcher": "slurm"})
     begun: list[RunFolder] = []
+    store = None
+    before = taken_over(_interrupt)  # what was begun is removed
     try:
         for composition in made.values():
             begun.append(_freeze(composition, command, begun))
-        points = store.add(trials, folders=[str(folder.paths.root) for folder in begun])
-        return _submit(store, points, made[1].config, command)
+        folders = [str(folder.paths.root) for folder in begun]
+        store = create(root, name, {**wanted, "launcher": "slurm"}, trials, folders)
+        return _submit(store, store.points(), made[1].config, command)
     except BaseException:
         for folder in begun:
             folder.discard()
-        shutil.rmtree(store.folder)
+        if store is not None:
+            if job := job_of(store.folder):
+                slurm.cancel(job)
+            shutil.rmtree(store.folder)
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def submit_left(store: Store, command: Sequence[str], numbers: Collection[int] = ()) -> int:
@@ -68,7 +87,12 @@ def submit_left(store: Store, command: Sequence[str], numbers: Collection[int] =
         BadInputError: an array of the sweep is still queued or running, or SLURM refuses.
     """
     slurm.check_commands()
-    slurm.refuse_queued(store.folder)
+    with RunLock(store.folder / "lock"):
+        slurm.refuse_queued(store.folder)
+        return _submit_left(store, command, numbers)
+
+
+def _submit_left(store: Store, command: Sequence[str], numbers: Collection[int]) -> int:
     points = [point for point in store.points() if not numbers or point.number in numbers]
     left = [point for point in points if point.status in GOES_ON]
     if not left:
@@ -116,6 +140,8 @@ def _composed(wanted: Mapping[str, object], points: Mapping[int, list[str]]) -> 
         try:
             if not composition.errors:
                 composition.config = slurm.settled(composition.config)
+                run = composition.config.run
+                slurm.check_folder(composition.config, Path(run.root).expanduser().absolute() / run.name)
             errors = errors_of(composition)
         except ConfigError as error:
             errors = [error]
@@ -152,10 +178,9 @@ def _submit(store: Store, points: Sequence[Point], config: RunConfig, command: S
     places = ",".join(str(point.number - 1) for point in points)
     whole = len(points) == len(folders)
     job = slurm.sbatch(config, script, [] if whole else [f"--array={places}{limit}"])
-    keep_job(store.folder, job)
     print("follow: mgpu-pipe jobs", file=sys.stderr)
-    print(f"cancel: mgpu-pipe sweeps cancel {store.folder}", file=sys.stderr)
-    print(f"resume: mgpu-pipe sweeps resume {store.folder}", file=sys.stderr)
+    print(f"cancel: {resume_line(store, 'cancel')}", file=sys.stderr)
+    print(f"resume: {resume_line(store)}", file=sys.stderr)
     print(f"job: {job}")
     print(f"sweep: {store.folder}", flush=True)
     return EXIT_OK

@@ -20,8 +20,10 @@ def main(folder: Path, sweep: Path) -> int:
     again = ["sbatch", f"--array={os.environ['SLURM_ARRAY_TASK_ID']}", str(sweep / "job.sh")]
     if os.environ.get("SLURM_PROCID") != "0":
         return slurm_job.main(folder, again)
-    from mgpu_pipe.errors import EXIT_OK, BadInputError, print_error
-    from mgpu_pipe.sweep.point import CANCELLED
+    from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK, BadInputError, print_error
+    from mgpu_pipe.runs.lock import is_held
+    from mgpu_pipe.sweep.point import CANCELLED, RUNNING
     from mgpu_pipe.sweep.store import Store
     from mgpu_pipe.sweep.work import ended, take
 
@@ -31,12 +33,16 @@ def main(folder: Path, sweep: Path) -> int:
         if point.status == CANCELLED:
             print(f"run {point.number} was cancelled; mgpu-pipe sweeps retry {sweep} brings it back", file=sys.stderr)
             return EXIT_OK
-        point = take(store, point) or point
+        seen, point = point, take(store, point) or point
     except BadInputError as error:
         print_error(error)
         return error.exit_code
     began = time.monotonic()
     code = slurm_job.main(folder, again)
+    if code == EXIT_BAD_INPUT and seen.status == RUNNING and is_held(RunPaths(folder).lock):
+        # another job of this point goes on
+        store.change(point, owner=seen.owner, attempts=seen.attempts, begun=seen.begun)
+        return code
     ended(store, point, code, time.monotonic() - began)
     return code
 

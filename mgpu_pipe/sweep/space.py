@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.runs.continue_line import hydra_quoted
 
 LEAF = ("low", "high", "log", "values", "when")
 """The entries of a parameter that a configuration file writes as a mapping."""
@@ -76,12 +77,12 @@ def parameter(key: str, value: Override | Any) -> Parameter:
         when = value.get("when")
         if unknown := sorted(set(value) - set(LEAF)):
             raise ConfigError(f"{shown}.{unknown[0]}", value[unknown[0]], f"use {', '.join(LEAF)}", "no such entry")
-        condition = {str(name): str(one) for name, one in when.items()} if isinstance(when, Mapping) else None
+        condition = {name: _text(name, one) for name, one in when.items()} if isinstance(when, Mapping) else None
         if "values" in value:
-            return _listed(shown, key, [_text(one) for one in value["values"] or ()], condition)
+            return _listed(shown, key, [_text(key, one) for one in value["values"] or ()], condition)
         return _range(shown, key, value.get("low"), value.get("high"), bool(value.get("log")), condition)
     if isinstance(value, list):
-        return _listed(shown, key, [_text(one) for one in value], None)
+        return _listed(shown, key, [_text(key, one) for one in value], None)
     if isinstance(value, str):
         try:
             value = OverridesParser.create().parse_override(f"{key}={value}")
@@ -116,8 +117,40 @@ def _range(shown: str, key: str, low: Any, high: Any, log: bool, when: Mapping[s
     return Parameter(key, (), float(numbers[0]), float(numbers[1]), log, whole, when)
 
 
-def _text(value: object) -> str:
+def ordered(space: Mapping[str, Parameter]) -> list[Parameter]:
+    """The parameters, each after those that its condition names.
+
+    Raises:
+        ConfigError: a condition never holds.
+    """
+    for one in space.values():
+        for key, value in (one.when or {}).items():
+            if value not in (space[key].values if key in space else ()):
+                fix = f"search {key} too, by a list of values with {value} among them"
+                raise ConfigError(f"sweep.space.{one.key}.when.{key}", value, fix, "it never holds")
+    left, there = dict(space), list[Parameter]()
+    while left:
+        ready = next((one for one in left.values() if not left.keys() & (one.when or {}).keys()), None)
+        if ready is None:
+            key, fix = next(iter(left)), "let one of these parameters have none"
+            raise ConfigError(f"sweep.space.{key}.when", "...", fix, "the conditions wait for one another")
+        there.append(left.pop(ready.key))
+    return there
+
+
+def _text(key: str, value: object) -> str:
+    if isinstance(value, str):
+        return as_override(key, value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_override(key: str, text: str) -> str:
+    """A text as Hydra reads it: a number, word, list or mapping as it stands, any other quoted."""
+    try:
+        one = OverridesParser.create().parse_override(f"{key}={text}")
+    except HydraException:
+        return hydra_quoted(text)
+    return hydra_quoted(text) if one.is_sweep_override() else one.get_value_element_as_str()
 
 
 def flat(space: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

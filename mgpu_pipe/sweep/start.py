@@ -24,7 +24,7 @@ from mgpu_pipe.sweep.point import FAILED, Point
 from mgpu_pipe.sweep.pruning import rungs_of
 from mgpu_pipe.sweep.search import check_installed
 from mgpu_pipe.sweep.slurm_array import submit_sweep
-from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, parameter
+from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, ordered, parameter
 from mgpu_pipe.sweep.store import Store, create
 from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, work
 
@@ -73,8 +73,8 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     refused = errors_by_point(asked.flags, asked.fixed, trials)
     if len(refused) == sum(map(len, trials)):
         raise _each_once(refused)
-    store = create(root, name, record)
-    refuse(store, store.add(trials), refused)
+    store = create(root, name, record, trials)
+    refuse(store, store.points(), refused)
     return work(store, ["mgpu-pipe", *words])
 
 
@@ -102,12 +102,15 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
     for metric in metrics:
         errors += raised_by(lambda metric=metric: _check_metric(config, metric))  # type: ignore[misc]
     errors += _search_errors(config, len(metrics))
-    space: list[Parameter] = []
+    by_key: dict[str, Parameter] = {}
     for key, value in [*flat(settings.space), *_typed_space(asked)] if settings.search != "grid" else ():
         try:
-            space.append(parameter(key, value))
+            by_key[key] = parameter(key, value)
         except ConfigError as error:
             errors.append(error)
+    space: list[Parameter] = []
+    if not errors:
+        errors += raised_by(lambda: space.extend(ordered(by_key)))
     if settings.search != "grid" and not space and not errors:
         fix = "give ranges or lists, such as optimizer.lr=interval(1e-5,1e-3) or sweep.space.optimizer.lr"
         errors.append(ConfigError("sweep.search", settings.search, fix, "the space is empty"))

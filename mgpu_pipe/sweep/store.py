@@ -20,7 +20,7 @@ from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, NotPlainError, parse_js
 from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import BadInputError, ConfigError, print_error
 from mgpu_pipe.sweep.file_points import FilePoints
-from mgpu_pipe.sweep.point import Point, as_record, from_record, seen
+from mgpu_pipe.sweep.point import INTERRUPTED, RUNNING, Point, as_record, from_record, seen
 
 SWEEPS = "sweeps"
 VERSION = 1
@@ -30,7 +30,10 @@ PAGE = "report.html"
 BUSY_S = 30.0
 """How long a change waits for another process's."""
 STAMP = "%Y-%m-%d_%H-%M-%S"
-NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs", "gluster", "afs", "9p", "pvfs", "orangefs", "fuse")
+NETWORK = (
+    *("nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "beegfs"),
+    *("gluster", "afs", "9p", "pvfs", "orangefs", "panfs", "weka", "fuse"),
+)
 """File systems, by the beginnings of their names, on which SQLite's locks may not hold."""
 
 
@@ -56,29 +59,23 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        path = folder / ASKED
-        try:
-            asked = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
-        except FileNotFoundError:
-            raise BadInputError(f"{folder}: no sweep's folder (it has no {ASKED}); see mgpu-pipe sweeps list") from None
-        except (OSError, ValueError, NotPlainError) as error:
-            raise BadInputError(f"{path}: cannot be read ({error}); the runs themselves lie in run.root") from error
-        if not isinstance(asked, dict) or not isinstance(asked.get("version"), int):
-            raise BadInputError(f"{path}: not what a sweep writes; the runs themselves lie in run.root")
-        if asked["version"] > VERSION:
-            raise BadInputError(f"{path}: of a newer version of mgpu_pipe ({asked['version']}); use that one")
-        self.asked: dict[str, Any] = asked
+        self.asked = _read_asked(folder)
         self._points: Points = (
-            FilePoints(folder / "points") if asked.get("kind") == "files" else _Database(folder / DATABASE)
+            FilePoints(folder / "points") if self.asked.get("kind") == "files" else _Database(folder / DATABASE)
         )
 
     @property
     def name(self) -> str:
         return self.folder.name
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled, perhaps by another process, and not brought back since."""
+        return bool(_read_asked(self.folder).get("cancelled"))
+
     def amend(self, **changes: object) -> None:
         """Change entries of what was asked for."""
-        self.asked.update(changes)
+        self.asked = {**_read_asked(self.folder), **changes}
         with writing(self.folder):
             replace_file(self.folder / ASKED, json.dumps(self.asked, indent=2) + "\n", flush=True)
 
@@ -118,22 +115,47 @@ class Store:
 
     def change(self, point: Point, **changes: object) -> Point | None:
         """Change a point that is as ``point`` says, by its status and owner; None where it is not any more."""
-        stored: dict[str, object] = {"status": point.status, "owner": point.owner}
-        if point.status == "interrupted":  # as seen; the store says running until somebody takes it over
-            stored = {"owner": point.owner, "attempts": point.attempts}
+        # a point is seen as interrupted, where the store says that a process runs it, which is gone
+        status = RUNNING if point.status == INTERRUPTED and point.owner else point.status
+        stored = {"status": status, "owner": point.owner, "attempts": point.attempts}
         with writing(self.folder):
             return replace(point, **changes) if self._points.change(point.number, stored, changes) else None  # type: ignore[arg-type]
 
 
-def create(root: Path, name: str | None, asked: Mapping[str, object]) -> Store:
+def check_name(root: Path, name: str | None) -> None:
+    """Refuse a name that no sweep below ``root`` can get.
+
+    Raises:
+        ConfigError: the name cannot be a folder's, or is taken.
+    """
+    if name is None:
+        return
+    if "/" in name or "\\" in name or not name.isprintable() or not name.strip() or name.startswith((".", "-")):
+        raise ConfigError("sweep.name", name, "use a plain folder name, without slashes, a leading dot or dash")
+    if (root / SWEEPS / name).exists():
+        fix = f"continue it with mgpu-pipe sweeps resume {name}, add points with mgpu-pipe sweeps extend {name}, "
+        raise ConfigError("sweep.name", name, fix + "or choose another name", "there is such a sweep already")
+
+
+def create(
+    root: Path,
+    name: str | None,
+    asked: Mapping[str, object],
+    trials: Iterable[Sequence[Sequence[str]]] = (),
+    folders: Sequence[str] = (),
+) -> Store:
     """Begin a sweep below ``root`` (``run.root``); without a name it gets one by date and time.
+
+    It is there with all of these points, or not at all.
+
+    Args:
+        trials, folders: as of :meth:`Store.add`.
 
     Raises:
         ConfigError: the name cannot be a folder's, or is taken.
         BadInputError: the folder cannot be written.
     """
-    if name is not None and ("/" in name or name in ("", ".", "..") or name.startswith(".")):
-        raise ConfigError("sweep.name", name, "use a plain folder name, without slashes or a leading dot")
+    check_name(root, name)
     sweeps = (root / SWEEPS).absolute()
     with writing(sweeps):
         sweeps.mkdir(parents=True, exist_ok=True)
@@ -147,7 +169,7 @@ def create(root: Path, name: str | None, asked: Mapping[str, object]) -> Store:
             with writing(partial):
                 partial.mkdir()
                 replace_file(partial / ASKED, json.dumps(record, indent=2) + "\n", flush=True)
-            Store(partial).points()  # makes its database
+            Store(partial).add(trials, folders=folders)
             try:
                 partial.rename(folder)  # whole at once: a folder that is not empty is never replaced
                 return Store(folder)
@@ -156,10 +178,23 @@ def create(root: Path, name: str | None, asked: Mapping[str, object]) -> Store:
                     raise
         finally:
             _remove(partial)
-        if name is not None:
-            fix = f"continue it with mgpu-pipe sweeps resume {name}, add points with mgpu-pipe sweeps extend {name}, "
-            raise ConfigError("sweep.name", name, fix + "or choose another name", "there is such a sweep already")
+        check_name(root, name)
         number += 1
+
+
+def _read_asked(folder: Path) -> dict[str, Any]:
+    path = folder / ASKED
+    try:
+        asked = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
+    except FileNotFoundError:
+        raise BadInputError(f"{folder}: no sweep's folder (it has no {ASKED}); see mgpu-pipe sweeps list") from None
+    except (OSError, ValueError, NotPlainError) as error:
+        raise BadInputError(f"{path}: cannot be read ({error}); the runs themselves lie in run.root") from error
+    if not isinstance(asked, dict) or not isinstance(asked.get("version"), int):
+        raise BadInputError(f"{path}: not what a sweep writes; the runs themselves lie in run.root")
+    if asked["version"] > VERSION:
+        raise BadInputError(f"{path}: of a newer version of mgpu_pipe ({asked['version']}); use that one")
+    return asked
 
 
 def find(root: Path, name: str) -> Store:

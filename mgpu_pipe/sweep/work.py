@@ -75,7 +75,9 @@ def work(store: Store, command: Sequence[str], numbers: Collection[int] = ()) ->
     """
     from mgpu_pipe.sweep import parallel
 
-    if store.asked["parallel"] > 1 and not parallel.is_worker():
+    if parallel.is_worker():
+        numbers = parallel.chosen_points()
+    elif store.asked["parallel"] > 1:
         parallel.work_together(store, numbers)
         return conclude(store)
     with fork_server.kept():
@@ -150,7 +152,7 @@ def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = (
         tried: numbers of those that this process has run to an end already.
         numbers: of the points to run; none: all.
     """
-    while True:
+    while not store.cancelled:
         points = store.points()
         first = next(iter(store.asked["rungs"]), 0)
         for point in points:
@@ -175,7 +177,8 @@ def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = (
         runs = with_seeds(
             [f"{key}={value}" for key, value in chosen.items()], store.asked["seed"], store.asked["seeds"]
         )
-        store.add([runs], after=len(points))
+        store.add([runs], after=points[-1].number if points else 0)
+    return None
 
 
 def with_seeds(overrides: Sequence[str], seed: int, seeds: int) -> list[list[str]]:
@@ -283,11 +286,11 @@ def ended(store: Store, point: Point, code: int, wall_s: float, short: bool = Fa
     paths = RunPaths(Path(point.folder))
     summary = read_summary(paths)
     status, reason = outcome(code, summary, short, store.asked.get("diverged_above"))
+    if status == FINISHED and point.budget:
+        point, status, reason = _at_rung(store, point, summary)
     if summary and summary.get("status") != status and status in (DIVERGED, OUT_OF_MEMORY):
         _say_in_run(paths, status=status, reason=reason)
     code = code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
-    if status == FINISHED and point.budget:
-        point, status = _at_rung(store, point, summary)
     metrics = {**_figures(summary), **_speed(paths)}
     _end(store, point, status, code, reason, {**summary, "metrics": metrics}, wall_s)
     return EXIT_STOPPED if status == STOPPED else code
@@ -310,13 +313,14 @@ def _limit(config: RunConfig, budget: int) -> None:
         config.trainer.max_steps = budget
 
 
-def _at_rung(store: Store, point: Point, summary: Mapping[str, Any]) -> tuple[Point, str]:
-    """Keep what a run reached at its rung; it pauses there, unless that was the last one."""
-    value = _figures(summary).get(store.asked["metrics"][0], math.nan)
+def _at_rung(store: Store, point: Point, summary: Mapping[str, Any]) -> tuple[Point, str, str]:
+    """Keep what a run reached at its rung; it pauses there, unless that was the last one or it reached no number."""
+    metric = store.asked["metrics"][0]
+    value = _figures(summary).get(metric, math.nan)
     if math.isnan(value):
-        return point, FINISHED
+        return point, DIVERGED, f"{metric} is no number at step {point.budget}"
     kept = store.change(point, rungs={**point.rungs, point.budget: value}) or point
-    return kept, FINISHED if point.budget == store.asked["rungs"][-1] else PAUSED
+    return kept, FINISHED if point.budget == store.asked["rungs"][-1] else PAUSED, ""
 
 
 def outcome(code: int, summary: Mapping[str, Any], short: bool, bound: float | None = None) -> tuple[str, str]:

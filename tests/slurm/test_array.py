@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mgpu_pipe.launch import slurm
+from mgpu_pipe import cli
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.launch import slurm, slurm_job, stop
 from mgpu_pipe.launch.slurm_submitted import POINTS
+from mgpu_pipe.runs.lock import RunLock
+from mgpu_pipe.sweep import slurm_array, slurm_point
+from mgpu_pipe.sweep.store import create
+from mgpu_pipe.sweep.work import take
 from tests.slurm.test_disturbed import SLOW, attempts, reached
 from tests.slurm.test_script import configured
 from tests.support.command import REPOSITORY, column, mgpu
 from tests.support.slurm_cluster import TINY, Cluster
+from tests.sweep.support import asked
 
 ARRAY = ("-m", "hydra/launcher=slurm", *(word for word in TINY if word != "launch=slurm"), "sweep.name=tried")
 
@@ -104,6 +113,87 @@ def test_what_is_refused_leaves_nothing(cluster: Cluster, cache: Path, shared: P
         assert said in mgpu(cache, shared, *ARRAY, *words, code=2)
         assert not list((shared / "outputs").glob("*/*")), words
     assert cluster.ask("squeue", "--noheader") == ""
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins: sbatch gives the array 12, squeue knows none."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("sbatch", f"echo 12; echo again >> {folder}/submitted"), ("squeue", "true")):
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+ONE = [*ARRAY, "trainer.devices=1", "trainer.max_steps=3"]
+
+
+def test_two_submit_what_is_left_once_and_what_is_printed_can_be_typed(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "it's here, a=b"
+    there.mkdir()
+    monkeypatch.chdir(there)
+    assert cli.main([*ONE, "seed=1,2"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    words = shlex.split(next(line for line in said if line.startswith("resume: ")).removeprefix("resume: "))
+    monkeypatch.chdir(tmp_path)
+    resume = words[words.index("sweeps") :]
+    assert resume[:3] == ["sweeps", "resume", "tried"]
+    with RunLock(there / "outputs" / "sweeps" / "tried" / "lock"):  # another resume, which asks squeue
+        assert cli.main(resume) == 2
+    assert "another launch is preparing" in capsys.readouterr().err
+    assert cli.main(resume) == 0
+    assert (tools / "submitted").read_text() == "again\n" * 2
+
+
+def test_a_submission_that_is_stopped_while_points_are_frozen_leaves_nothing(
+    tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freeze, frozen = slurm_array._freeze, 0
+
+    def stopped(*given: Any) -> Any:
+        nonlocal frozen
+        frozen += 1
+        if frozen == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return freeze(*given)
+
+    with monkeypatch.context() as inside:
+        inside.setattr(slurm_array, "_freeze", stopped)
+        assert cli.main([*ONE, "seed=1,2,3"]) not in (0, None)
+    assert frozen == 2 and not list((tmp_path / "outputs").glob("*/*")) and not (tools / "submitted").exists()
+    assert cli.main([*ONE, "seed=1,2,3"]) == 0, "the name is free"
+
+
+def test_a_run_whose_folder_would_be_two_lines_is_refused(
+    tools: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*ONE, "run.name='a\nb',c"]) == 2
+    assert "point 1 (" in (said := capsys.readouterr().err) and "SLURM cannot write a log there" in said
+    for name in ("a\nb", "a\\b", "-x"):
+        assert cli.main([*ONE, "seed=1,2", f"sweep.name='{name}'"]) == 2
+        assert "use a plain folder name" in capsys.readouterr().err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_second_job_of_a_point_leaves_it_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    store = create(tmp_path, "tried", asked(), [[["seed=1"]]], [str(run)])
+    first = take(store, store.points()[0])
+    assert first is not None
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    monkeypatch.setattr(stop, "leave_until_a_run_begins", lambda: None)
+    monkeypatch.setattr(slurm_job, "main", lambda folder, again: 2)
+    with RunLock(RunPaths(run).lock):
+        assert slurm_point.main(run, store.folder) == 2
+    assert store.points() == [first]
+    assert slurm_point.main(run, store.folder) == 2 and store.points()[0].status == "failed"
 
 
 def test_the_script_calls_a_member_by_its_place(tmp_path: Path) -> None:

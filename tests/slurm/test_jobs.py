@@ -92,6 +92,26 @@ def test_times_as_slurm_writes_them() -> None:
     assert all(math.isnan(seconds(text)) for text in ("UNLIMITED", "INVALID", "NOT_SET", ""))
 
 
+def test_other_programs_jobs_are_left_out_and_of_two_of_a_run_the_newer_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a stand-in for squeue, which sorts by the states' names, and for scancel."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    (tmp_path / "points.txt").write_text(f"{run}\n")
+    lines = [f"9_0|RUNNING|1:00|0|n0|{tmp_path}", "3|PENDING|1:00|N/A|(None)|/several\nlines"]
+    lines.append(f"7_0|TIMEOUT|0:00|0|n0|{tmp_path}")
+    (tmp_path / "jobs").write_text("\n".join(lines) + "\n")
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\ncat {tmp_path}/jobs\n")
+    (tmp_path / "scancel").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/cancelled\n')
+    for tool in ("squeue", "scancel"):
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert rows(capsys, "--all").keys() == {"9_0", "7_0"}
+    assert cli.main(["jobs", "cancel", str(run)]) == 0 and (tmp_path / "cancelled").read_text() == "9_0\n"
+
+
 def test_no_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "squeue").write_text("#!/bin/sh\necho '7|RUNNING|1:00|N/A|n0|/nowhere'\n")
     (tmp_path / "squeue").chmod(0o755)

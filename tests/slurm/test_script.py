@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import signal
@@ -17,8 +18,8 @@ import mgpu_pipe
 from mgpu_pipe.commands.submit import submit
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
-from mgpu_pipe.launch import node_check, slurm
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
+from mgpu_pipe.launch import node_check, slurm, slurm_job
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
 from mgpu_pipe.launch.slurm_script import batch_script
 from mgpu_pipe.launch.slurm_submitted import keep_job
@@ -91,6 +92,56 @@ def test_what_is_asked_for_stands_in_the_script() -> None:
         "exclusive": "",
         "mail-type": "END",
     }
+
+
+def test_slurm_reads_the_time_as_the_key_means_it() -> None:
+    """SLURM takes 12:30 for twelve minutes and thirty seconds."""
+    times = {"12:30": "0-12:30:00", "1-02:03": "1-02:03:00", "90:00:05": "3-18:00:05"}
+    assert {time: options(script(f"launch.time='{time}'"))["time"] for time in times} == times
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for SLURM's commands: sbatch gives the job 12 and keeps its variables, scancel what it was asked."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sbatch").write_text(f"#!/bin/bash\nenv > {folder}/variables\necho 12\n")
+    (folder / "scancel").write_text(f'#!/bin/bash\necho "$*" > {folder}/cancelled\n')
+    for tool in folder.iterdir():
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return folder
+
+
+def test_no_variable_says_otherwise_than_the_script(
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PARTITION", "TIMELIMIT", "MEM_PER_NODE", "ARRAY_INX", "JOB_NAME", "ACCOUNT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    words = ["launch.partition=low", "launch.time=1:00:00", "launch.memory=1G"]
+    slurm.submit(configured(f"run.root={tmp_path}/runs", *words), Asked([], []))
+    left = [line for line in (tools / "variables").read_text().splitlines() if line.startswith("SBATCH_")]
+    assert left == ["SBATCH_ACCOUNT=1"], "which the script does not name"
+
+
+def test_a_job_whose_number_cannot_be_kept_is_cancelled(
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, job: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(slurm, "keep_job", full)
+    with pytest.raises(BadInputError, match=r"cannot be written \(No space left on device\), so that job 12 was canc"):
+        slurm.submit(configured(f"run.root={tmp_path}/runs"), Asked([], []))
+    assert (tools / "cancelled").read_text() == "12\n" and not list((tmp_path / "runs").glob("*/*"))
+
+
+def test_a_member_of_an_array_is_asked_about_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert slurm_job.this_job() == "12"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert slurm_job.this_job() == "12_3"
 
 
 def test_a_task_is_a_node_or_a_worker() -> None:
@@ -269,6 +320,9 @@ def test_a_node_is_judged_by_its_gpus_memory_and_disk(tmp_path: Path, monkeypatc
     monkeypatch.setattr(node_check, "usable_gpus", lambda: 1)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))
     gpus, memory, disk = node_check.node_faults(config, tmp_path / "gone", "n0")
+    monkeypatch.setattr(node_check, "LEAST_FREE", 1 << 60)
+    with pytest.raises(RunFolderError, match="MiB free; make room, and queue it again"):  # no node's fault
+        node_check.node_faults(config, tmp_path, "n0")
     assert gpus == "1 of 2 GPUs can be used" and "MiB of memory are free" in memory and "gone cannot be written" in disk
 
 

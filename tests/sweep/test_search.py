@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mgpu_pipe import cli
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.sweep import extend as extending
+from mgpu_pipe.sweep import parallel, work
+from mgpu_pipe.sweep.grid import read_points
 from mgpu_pipe.sweep.pruning import promoted, rungs_of
 from mgpu_pipe.sweep.search import Tried, suggest
-from mgpu_pipe.sweep.space import parameter
-from mgpu_pipe.sweep.store import Store, stores
+from mgpu_pipe.sweep.space import ordered, parameter
+from mgpu_pipe.sweep.start import errors_by_point
+from mgpu_pipe.sweep.store import Store, create, stores
 from tests.support.no_launch import Result, launches_by
+from tests.sweep.support import asked
 
 SPACE = [
     parameter("optimizer.lr", "tag(log,interval(1e-5,1e-1))"),
@@ -107,6 +115,52 @@ def test_the_other_samplers_learn_from_the_same_store(kind: str, minimize: list[
     chosen = suggest(kind, SPACE[:2], tried, minimize, 1)  # type: ignore[arg-type]
     assert set(chosen) == {"optimizer.lr", "scheduler.warmup_steps"}
     assert suggest(kind, SPACE[:2], [*tried, Tried(chosen, ended=False)], minimize, 1) != chosen  # type: ignore[arg-type]
+
+
+def test_nsga2_breeds_from_the_best() -> None:
+    pytest.importorskip("optuna")
+    tried: list[Tried] = []
+    for _ in range(60):
+        chosen = suggest("nsga2", SPACE[:2], tried, [True, True], 1)
+        rate, warm_up = math.log10(float(chosen["optimizer.lr"])), int(chosen["scheduler.warmup_steps"])
+        tried.append(Tried(chosen, [abs(rate + 3), abs(rate + 3) + warm_up / 20]))
+    first, last = ([math.fsum(one.values) for one in part] for part in (tried[:10], tried[-20:]))
+    assert math.fsum(last) / 20 < 0.6 * math.fsum(first) / 10
+
+
+def test_an_end_of_many_digits_is_in_its_range() -> None:
+    pytest.importorskip("optuna")
+    space = [parameter("optimizer.lr", {"low": 0.01 / 3, "high": 0.12345678})]
+    for text in space[0].ends:  # of six digits, and a little outside
+        assert suggest("tpe", space, [Tried({"optimizer.lr": text}, [1.0])], [True], 1)
+
+
+def test_a_condition_holds_whatever_the_order_and_one_that_never_does_is_refused() -> None:
+    wanted = {
+        "optimizer.options.nesterov": {"values": [True, False], "when": {"optimizer": "sgd"}},
+        "optimizer.options.momentum": {"low": 0.1, "high": 0.9, "when": {"optimizer.options.nesterov": True}},
+        "optimizer": ["adamw", "sgd"],
+    }
+    space = ordered({key: parameter(key, value) for key, value in wanted.items()})
+    assert [one.key for one in space] == ["optimizer", "optimizer.options.nesterov", "optimizer.options.momentum"]
+    drawn = [suggest("random", space, [Tried({})] * place, [True], 1) for place in range(40)]
+    assert {len(one) for one in drawn} == {1, 2, 3}
+    for when in ({"optimizer": "sdg"}, {"nothing": 1}, {"a.b": "1"}):
+        one = parameter("a.b", {"values": [1, 2], "when": when})
+        with pytest.raises(ConfigError, match=r"sweep.space.a.b.when.* never holds|wait for one another"):
+            ordered({"a.b": one, "optimizer": space[0]})
+
+
+def test_texts_of_a_space_and_of_a_file_are_quoted_where_they_have_to_be(tmp_path: Path) -> None:
+    texts = ["a,b", "c d", "it's", "e=f", "[1,2]", "é"]
+    values = parameter("run.name", texts).values
+    assert values == ("'a,b'", r"c\ d", r"'it\'s'", "'e=f'", "[1,2]", "é")
+    cells = [f'"{text}"' for text in texts]
+    (tmp_path / "points.csv").write_text("\ufeffrun.name\n\n" + "\n".join(cells) + "\n", encoding="utf-8")
+    assert read_points(tmp_path / "points.csv") == [[f"run.name={value}"] for value in values]
+    (tmp_path / "torn.csv").write_text("run.name,seed\n\na,1\nb\n")
+    with pytest.raises(ConfigError, match="line 4 has 1 values for 2 keys"):
+        read_points(tmp_path / "torn.csv")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +255,7 @@ def test_seeds_are_added_to_every_point(launches: list[RunConfig], capsys: pytes
 
 
 def test_a_pruner_and_several_seeds_are_refused(launches: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*BASE, "optimizer.lr=1e-4,1e-3", "sweep.pruner=asha"]
+    words = [*BASE, "optimizer.lr=1e-4,1e-3", "sweep.pruner=asha", "sweep.metric=val/loss"]
     assert cli.main([*words, "sweep.seeds=2"]) == 2 and not launches
     assert "sweep.pruner=asha: it ranks single runs; use one metric and sweep.seeds=1" in capsys.readouterr().err
     assert cli.main([*words, "sweep.name=s"]) == 0
@@ -227,6 +281,77 @@ def test_what_ended_badly_and_what_was_cancelled_is_run_by_retry_alone(
     assert store.points()[added.number - 1].status == "finished"
     for number, told in (("3", "retry s 3: it is finished; retry is for failed"), ("x", "no point's number")):
         assert cli.main(["sweeps", "retry", "s", number]) == 2 and told in capsys.readouterr().err
+
+
+def test_a_search_is_cancelled_also_between_two_runs(
+    launches: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cancelled(*given: Any) -> dict[str, str]:
+        """While the third trial is chosen, which takes a sampler long."""
+        if len(given[2]) == 2 and not the_sweep().cancelled:
+            assert cli.main(["sweeps", "cancel", "s"]) == 0
+        return suggest(*given)
+
+    monkeypatch.setattr(work, "suggest", cancelled)
+    space = ["sweep.metric=val/loss", "optimizer.lr=interval(1e-4,1e-3)"]
+    assert cli.main([*BASE, "sweep.search=random", "sweep.trials=4", "sweep.name=s", *space]) == 75
+    assert len(launches) == 2
+    assert cli.main(["sweeps", "resume", "s"]) == 75 and len(launches) == 2
+    assert "s: was cancelled; mgpu-pipe sweeps retry brings it back" in capsys.readouterr().err
+    assert cli.main(["sweeps", "retry", "s"]) == 0 and len(launches) == 4
+
+
+def test_several_processes_run_the_points_that_retry_asks_for(
+    launches: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes in name: each runs in this one, as soon as it is started."""
+
+    class Here:
+        def __init__(self, command: list[str], env: dict[str, str], **streams: object) -> None:
+            with monkeypatch.context() as inside:
+                inside.setenv(parallel.WORKER, env[parallel.WORKER])
+                self.returncode = cli.main(command[command.index("mgpu_pipe") + 1 :])
+            self.pid, self.poll = 0, lambda: self.returncode
+
+    monkeypatch.setattr(subprocess, "Popen", Here)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+    words = ["optimizer.lr=0.06,0.07,1e-3", "sweep.metric=val/loss", "sweep.name=s", "sweep.parallel=2"]
+    assert cli.main([*BASE, *words]) == 1
+    assert cli.main(["sweeps", "retry", "s", "2"]) == 1
+    assert [point.attempts for point in the_sweep().points()] == [1, 2, 1]
+    assert cli.main(["sweeps", "retry", "s"]) == 1
+    assert [point.attempts for point in the_sweep().points()] == [2, 3, 1]
+
+
+def test_what_reaches_no_number_at_a_rung_has_diverged(tmp_path: Path) -> None:
+    store = create(tmp_path, "s", asked(rungs=[3, 9]), [[["seed=1"]], [["seed=2"]]])
+    (tmp_path / "run").mkdir()
+    summary = {"status": "finished", "step": 3, "metrics": {"train/loss": 2.0, "val/loss": None}}
+    (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
+    taken = work.take(store, store.points()[0], budget=3)
+    assert taken is not None
+    taken = store.change(taken, folder=str(tmp_path / "run"))
+    assert taken is not None and work.ended(store, taken, 0, 1.0) == 1
+    assert store.points()[0].status == "diverged" and "val/loss is no number at step 3" in store.points()[0].reason
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
+
+
+def test_two_extensions_at_once_add_a_point_once(
+    launches: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*BASE, "optimizer.lr=1e-3,5e-3", "sweep.metric=val/loss", "sweep.name=s"]) == 0
+
+    def another(*given: Any) -> dict[int, list[BadInputError]]:
+        """Does the same, while we check the points."""
+        if len(the_sweep().points()) == 2:
+            the_sweep().add([[["optimizer.lr=0.002"]]])
+        return errors_by_point(*given)
+
+    monkeypatch.setattr(extending, "errors_by_point", another)
+    assert cli.main(["sweeps", "extend", "s", "optimizer.lr=2e-3"]) == 2
+    assert "has these points already" in capsys.readouterr().err and len(the_sweep().points()) == 3
+    assert cli.main(["sweeps", "extend", "s", "optimizer.lr=2e-3,3e-3"]) == 0
+    assert [float(point.settings["optimizer.lr"]) for point in the_sweep().points()] == [1e-3, 5e-3, 2e-3, 3e-3]
 
 
 def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:

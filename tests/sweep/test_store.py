@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe import cli
+from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.sweep import file_points
 from mgpu_pipe.sweep import store as stores
-from mgpu_pipe.sweep.point import FINISHED, INTERRUPTED, RUNNING, Point, me
+from mgpu_pipe.sweep.point import CANCELLED, FINISHED, INTERRUPTED, RUNNING, Point, me
 from mgpu_pipe.sweep.store import Store, create, find
 from tests.sweep.support import asked
 
@@ -75,6 +77,70 @@ def test_a_change_that_comes_late_does_not_undo_two_others(tmp_path: Path, monke
     monkeypatch.setattr(file_points, "_made", late)
     assert not points.change(number, {"status": "waiting"}, {"status": "running"})
     assert points.all() == [{"number": number, "status": "finished", "version": 2}]
+
+
+def test_of_two_that_give_up_on_a_dead_one_the_first_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = file_points.FilePoints(tmp_path / "points")
+    points.add([{"number": 1, "status": "waiting", "version": 0}])
+    taken = tmp_path / "points" / "1.1.taken"
+    taken.touch()  # a process died here
+    looks = 0
+
+    def look(seconds: float) -> None:
+        """Another gives up before us, begins its own change, and ends it a little later."""
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            taken.unlink()
+            taken.touch()
+        if looks == 15:
+            record = {"number": 1, "status": "running", "version": 1}
+            (tmp_path / "points" / "1.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(file_points, "STALE_S", 0.1)
+    monkeypatch.setattr(file_points, "time", types.SimpleNamespace(sleep=look, monotonic=lambda: looks * 0.01))
+    assert not points.change(1, {"status": "waiting"}, {"status": "running"})
+    assert looks == 15
+
+
+def test_a_change_for_which_there_is_no_room_is_not_outwaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = file_points.FilePoints(tmp_path / "points")
+    points.add([{"number": 1, "status": "waiting", "version": 0}])
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space"):
+        full.setattr(file_points, "replace_file", no_room)
+        points.change(1, {"status": "waiting"}, {"status": "running"})
+    monkeypatch.setattr(file_points, "_outwait", no_room)
+    assert points.change(1, {"status": "waiting"}, {"status": "running"})
+
+
+def no_room(*given: object, **named: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_sweep_that_is_killed_while_it_begins_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "on_network", lambda folder: True)
+
+    def killed(path: Path, content: str, flush: bool) -> None:
+        if path.name == "3.json":
+            raise KeyboardInterrupt
+        replace_file(path, content, flush)
+
+    with monkeypatch.context() as kill, pytest.raises(KeyboardInterrupt):
+        kill.setattr(file_points, "replace_file", killed)
+        create(tmp_path, "mine", asked(), POINTS)
+    with pytest.raises(BadInputError, match="no such sweep"):
+        find(tmp_path, "mine")
+    assert len(create(tmp_path, "mine", asked(), POINTS).points()) == 40
+
+
+def test_an_interrupted_point_that_was_cancelled_is_not_taken_any_more(store: Store) -> None:
+    (point,) = store.add([[["seed=1"]]])
+    assert store.change(point, status=RUNNING, owner="gone:1:1", attempts=1)
+    (seen,) = store.points()
+    assert seen.status == INTERRUPTED and store.change(seen, status=CANCELLED)
+    assert store.change(seen, status=RUNNING, owner=me(), attempts=2) is None
 
 
 def add_ten(folder: str) -> list[int]:
