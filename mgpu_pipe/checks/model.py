@@ -126,9 +126,6 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if peft.init_from is not None and "experts" in peft.targets:
         reason = "peft names adapters of packed experts by their order"
         errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
-    if peft.name == "qlora" and config.strategy.engine == "deepspeed":
-        fix = "use strategy=fsdp, which shards the same"
-        errors.append(ConfigError("peft", "qlora", fix, "DeepSpeed takes no weights of four bits"))
     if peft.name == "qlora" and config.objective.name == "seq2seq":
         reason = "T5 looks at the type of its weights"
         errors.append(ConfigError("peft", "qlora", "use peft=lora", reason))
@@ -149,7 +146,8 @@ def check_names(config: RunConfig) -> None:
         if config.peft.name == "qlora":
             from mgpu_pipe.parallel.tensor_cut import check_blocks
 
-            check_blocks(model, ParallelDims.resolve(config.strategy, world_size(config)).tp)
+            dims = ParallelDims.resolve(config.strategy, world_size(config))
+            check_blocks(model, dims.tp, cuts_experts=dims.ep == 1)
         if config.peft.init_from is not None:
             from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
 

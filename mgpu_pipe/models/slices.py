@@ -162,7 +162,7 @@ def read_folder(
 
         def take_as_trained(name: str, stored: Any) -> None:
             layer, _, kind = name.rpartition(".")
-            if kind == "weight" and parameters_of(name)[1] in shapes:
+            if parameters_of(name)[1] in shapes:
                 for own in parameters_of(name):
                     take(own, pack(twin, own, stored[...].float()))
                 return

@@ -23,8 +23,8 @@ FLASH_CAPABILITY = (8, 0)
 
 
 class Partial:
-    """Attention of queries to the keys seen so far, in fp32, merged block by block (Milakov and Gimelshein 2018,
-    "Online normalizer calculation for softmax", arXiv:1805.02867).
+    """Attention of queries to the keys seen so far, in fp32 at least, merged block by block (Milakov and Gimelshein
+    2018, "Online normalizer calculation for softmax", arXiv:1805.02867).
 
     The first blocks have to name every query once, as a rank's own keys do: so no query is ever without a key, whose
     log-sum-exp the operators give as 0.
@@ -33,9 +33,9 @@ class Partial:
     def __init__(self, query: torch.Tensor) -> None:
         rows, heads, tokens, size = query.shape
         # Tokens before heads in memory, as the output projection takes it: so it keeps no copy for its backward pass.
-        out = torch.empty(rows, tokens, heads, size, dtype=torch.float32, device=query.device)
+        out = torch.empty(rows, tokens, heads, size, dtype=_wide(query), device=query.device)
         self.out = out.transpose(1, 2)
-        self.lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        self.lse = torch.empty(query.shape[:-1], dtype=_wide(query), device=query.device)
         self._untouched = True
 
     def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, scale: float) -> None:
@@ -57,7 +57,7 @@ class Partial:
             mine_lse.copy_(lse)
             return
         both = torch.logaddexp(mine_lse, lse)
-        mine.lerp_(out.float(), (lse - both).exp_().unsqueeze(-1))
+        mine.lerp_(out.to(mine.dtype), (lse - both).exp_().unsqueeze(-1))
         mine_lse.copy_(both)
 
     def _merge_packed(
@@ -83,15 +83,15 @@ class Partial:
 
 
 class Gradients:
-    """fp32 gradients of queries, keys and values, summed over blocks."""
+    """Gradients of queries, keys and values, in fp32 at least, summed over blocks."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        self.query = torch.zeros(query.shape, dtype=_wide(query), device=query.device)
         self.start(key, value)
 
     def start(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Begin with other keys and values; :attr:`key_value` of shape (2, *key.shape) is theirs."""
-        self.key_value = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)
+        self.key_value = torch.zeros((2, *key.shape), dtype=_wide(key), device=key.device)
 
     def take(
         self,
@@ -234,6 +234,10 @@ def _packed(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     """(rows, heads, tokens, size) as (all tokens, heads, size), or those of ``index``."""
     flat = tensor.transpose(1, 2).flatten(0, 1)
     return flat.contiguous() if index is None else flat.index_select(0, index)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _unpacked(flat: torch.Tensor, index: torch.Tensor | None, like: torch.Tensor, fill: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import DoraLayer
 from mgpu_pipe.models.adapters.low_rank import A, LoraLayer
 from mgpu_pipe.models.adapters.nf4 import BLOCK
-from mgpu_pipe.models.adapters.qlora import Nf4Layer
+from mgpu_pipe.models.adapters.qlora import Nf4Experts, Nf4Layer, Quantised
 from mgpu_pipe.parallel.tensor_parameters import CutParameters
 from mgpu_pipe.parallel.tensor_roles import tensor_plan
 
@@ -54,7 +54,7 @@ class TensorCut:
         self, layer: nn.Module, dim: int, ranges: list[tuple[int, int]], bias: bool = True, owned: bool = True
     ) -> None:
         if isinstance(layer, Nf4Layer):
-            self.parameters.cut(layer, "weight", dim, layer.own_part(dim == output_dim(layer), ranges), owned)
+            self.parameters.cut(layer, "weight", dim, layer.own_part("weight", dim == output_dim(layer), ranges), owned)
         else:
             self.parameters.cut(layer, "weight", dim, ranges, owned)
         if bias and layer._parameters.get("bias") is not None:
@@ -90,19 +90,22 @@ class TensorCut:
         return self._sharing_group
 
 
-def check_blocks(model: nn.Module, size: int) -> None:
+def check_blocks(model: nn.Module, size: int, cuts_experts: bool = True) -> None:
     """Refuse to cut the inputs of four-bit weights inside of a block that shares a scale.
 
     Raises:
         ConfigError: a width that ``size`` ranks would cut so.
     """
     plan = tensor_plan(model) if size > 1 else {}
-    for name, layer in model.named_modules():
-        if plan.get(name) == "row" and isinstance(layer, Nf4Layer) and layer.block.inputs % (BLOCK * size):
-            blocks = layer.block.inputs // BLOCK
-            fits = [ranks for ranks in range(1, size + 1) if blocks % ranks == 0]
-            reason = f"it would split blocks of {BLOCK} weights of {name}, which has {layer.block.inputs} inputs"
-            raise ConfigError("strategy.tp", size, f"use one of {fits}, or peft=lora", reason)
+    for layer, module in model.named_modules():
+        if not isinstance(module, Quantised) or (isinstance(module, Nf4Experts) and not cuts_experts):
+            continue
+        for weight, block in module.blocks.items():
+            name = layer if weight == "weight" else f"{layer}.{weight}"
+            if plan.get(name) == "row" and block.inputs % (BLOCK * size):
+                fits = [ranks for ranks in range(1, size + 1) if block.inputs // BLOCK % ranks == 0]
+                reason = f"it would split blocks of {BLOCK} weights of {name}, which has {block.inputs} inputs"
+                raise ConfigError("strategy.tp", size, f"use one of {fits}, or peft=lora", reason)
 
 
 def output_dim(layer: nn.Module) -> int:
@@ -116,7 +119,7 @@ def outputs(layer: nn.Module) -> int:
 
 def inputs(layer: nn.Module) -> int:
     assert isinstance(layer.weight, torch.Tensor)
-    return layer.block.inputs if isinstance(layer, Nf4Layer) else layer.weight.shape[1 - output_dim(layer)]
+    return layer.blocks["weight"].inputs if isinstance(layer, Nf4Layer) else layer.weight.shape[1 - output_dim(layer)]
 
 
 def head_dim(attention: nn.Module) -> int:

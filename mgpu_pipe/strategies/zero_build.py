@@ -59,8 +59,8 @@ def partition_model(
     recipe = recipe_of(cast("PreTrainedModel", model)) if seed is not None or folder is not None else None
     shards: Shards = {}
     for name, old in list(model.named_parameters()):
-        shape = tuple(old.shape)
-        new = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=old.requires_grad)
+        shape, kept_as = tuple(old.shape), dtype if old.is_floating_point() else old.dtype
+        new = nn.Parameter(torch.empty(shape, dtype=kept_as, device=device), requires_grad=old.requires_grad)
         _replace(model, old, new)
         make_partitioned(context, new)
         new.partition()  # type: ignore[attr-defined]
@@ -69,11 +69,12 @@ def partition_model(
         start, stop = equal_part(old.numel(), rank, ranks)
         place = new.ds_tensor.device  # type: ignore[attr-defined]  # the host's, where weights are offloaded
         if seed is None:
-            values = old.detach().reshape(-1)[start:stop].to(place, torch.float32, copy=True)
+            master = torch.float32 if old.is_floating_point() else old.dtype
+            values = old.detach().reshape(-1)[start:stop].to(place, master, copy=True)
         else:
             values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(place)
         _set_part(new, values)
-        if dtype != torch.float32:
+        if new.is_floating_point() and dtype != torch.float32:
             shards[name] = (start, values)
     _gather_before(model)
     if folder is not None:
@@ -117,7 +118,7 @@ def _read_parts(model: nn.Module, folder: FolderWeights, dtype: torch.dtype, ran
         start, stop = equal_part(parameter.ds_numel, rank, ranks)
         values = elements_of(stored, shapes[name], start, stop)
         _set_part(parameter, values)
-        if dtype != torch.float32:
+        if parameter.is_floating_point() and dtype != torch.float32:
             copied = values.to(parameter.ds_tensor.device, torch.float32, copy=True)
             shards[first_names[id(parameter)]] = (start, copied)
 
@@ -164,7 +165,8 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def whole_values(model: nn.Module) -> Shards:
     """Copies of all fp32 parameters of a whole model, before an engine casts them."""
-    return {name: (0, p.detach().reshape(-1).clone()) for name, p in model.named_parameters()}
+    floating = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    return {name: (0, p.detach().reshape(-1).clone()) for name, p in floating}
 
 
 def values_of(shards: Shards, name: str, start: int, numel: int) -> torch.Tensor:

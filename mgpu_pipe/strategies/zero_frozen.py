@@ -26,6 +26,8 @@ class FrozenWeights:
         """Keep the fp32 values of this rank's parts, of weights that were rounded."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         for name, parameter in self._parameters:
+            if name not in initial:
+                continue  # bytes, which nothing rounds
             start, stop = equal_part(getattr(parameter, "ds_numel", parameter.numel()), rank, ranks)
             self._masters[name] = (start, values_of(initial, name, start, stop - start).clone())
 

@@ -1,4 +1,4 @@
-"""The experiment lora_chat: four steps of it, and, exhaustively, the whole: talked to in a terminal, exported, read.
+"""The experiments lora_chat and qlora_chat: four steps, and, exhaustively, the whole: talked to, exported, read.
 
 Oracle: transformers' own ``generate`` on the exported folder.
 """
@@ -33,8 +33,12 @@ def short(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = text.replace(long, long[: long.index(":")] + (": 1" if line == "warmup_steps: " else ": 4"))
     text = text.replace("max_samples: null", "max_samples: 8")
     (folder / "conf" / "experiment" / "short_base.yaml").write_text(text, encoding="utf-8")
+    return four_steps(cache, folder, "lora_chat")
+
+
+def four_steps(cache: Path, folder: Path, experiment: str) -> Path:
     few = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
-    words = ("experiment=lora_chat", "run.starts_from=short_base", "eval.tasks.exact_match.max_samples=8")
+    words = (f"experiment={experiment}", "run.starts_from=short_base", "eval.tasks.exact_match.max_samples=8")
     return run_folder(mgpu(cache, folder, *words, *few))
 
 
@@ -91,9 +95,24 @@ def test_four_steps_train_adapters_on_the_other_experiments_run(cache: Path, sho
     assert asked(cache, short, QUESTION).split() == answer.split()
 
 
+@pytest.mark.slow
+def test_four_steps_beside_four_bit_weights_take_the_same_base(cache: Path, short: Path) -> None:
+    run = four_steps(cache, short.parents[2], "qlora_chat")
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["tasks"]["exact_match"]["counted"] == 8
+    assert len(list((short.parents[1] / "rules_base").iterdir())) == 1, "the base was trained again"
+    state = json.loads((run / summary["checkpoint"] / "state.json").read_text(encoding="utf-8"))
+    assert "exported" in json.dumps(state["left_out"])
+    beside, plain = (json.loads((one / "summary.json").read_text())["memory"]["weights_gib"] for one in (run, short))
+    assert beside[0] < 0.5 * plain[0], "the frozen matrices are not kept in four bits"
+
+
 @pytest.mark.exhaustive
-def test_the_whole_answers_what_was_held_out_and_its_base_does_not(cache: Path, tmp_path: Path) -> None:
-    run = run_folder(mgpu(cache, tmp_path, "experiment=lora_chat", "logger=none", timeout=3600))
+@pytest.mark.parametrize("experiment", ["lora_chat", "qlora_chat"])
+def test_the_whole_answers_what_was_held_out_and_its_base_does_not(
+    cache: Path, tmp_path: Path, experiment: str
+) -> None:
+    run = run_folder(mgpu(cache, tmp_path, f"experiment={experiment}", "logger=none", timeout=3600))
     (base,) = (tmp_path / "outputs" / "rules_base").iterdir()
     reached = [json.loads((one / "summary.json").read_text(encoding="utf-8"))["metrics"] for one in (base, run)]
     assert reached[0]["val/exact_match"] < 0.1 and reached[1]["val/exact_match"] > 0.9

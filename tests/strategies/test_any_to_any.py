@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
+from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
@@ -33,9 +34,24 @@ pytestmark = pytest.mark.slow
 
 BEFORE, AFTER, SAMPLES, LAYERS = 2, 10, 12, 4
 CAUSAL = {"dense": "llama", "tied": "gpt2", "mixture": "mixtral"}
-MODELS = {**CAUSAL, **{name: name for name in LEARNED}}
-SAMPLED = {"fsdp 3": "pairs", "zero3 3": "masked", "tp 4": "classes"}
-"""Where one of the other objectives is tried each time; all of them everywhere when all is."""
+LORA = PeftConfig(name="lora", r=4, alpha=64.0)
+ADAPTED = {
+    "lora": ("gpt2", LORA),
+    "dora": ("llama", replace(LORA, name="dora")),
+    "qlora": ("wide", replace(LORA, name="qlora")),
+    "qlora, experts": ("mixtral_128", replace(LORA, name="qlora", targets=["all-linear", "experts"])),
+}
+MODELS = (*CAUSAL, *LEARNED, *ADAPTED)
+SAMPLED = {
+    "fsdp 3": ("pairs", "dora"),
+    "zero3 3": ("masked", "qlora"),
+    "tp 4": ("classes", "lora"),
+    "zero2 3": ("lora",),
+    "zero3_cpu 2": ("qlora, experts",),
+    "pp 2 1f1b": ("qlora",),
+    "ep 2": ("qlora, experts",),
+}
+"""What of the other objectives and of the adapters is tried each time; all of them everywhere when all is."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,9 @@ class Way:
     def others(self) -> tuple[str, ...]:
         """What else goes this way: encoders are cut into neither stages nor sequences."""
         whole = self.dims.pp == self.dims.cp == self.dims.ep == 1 and "sequence_parallel" not in str(self.case)
-        return tuple(LEARNED) if whole else ()
+        adapted = ADAPTED if self.dims.ep == 1 else ("qlora, experts",)
+        fits = [name for name in adapted if self.dims.tp < 4 or name != "qlora, experts"]  # its blocks would be split
+        return (*(LEARNED if whole else ()), *fits)
 
 
 MICRO = {"micro_batches": 2}
@@ -78,7 +96,12 @@ WAYS = {
 
 
 def case_of(model: str, steps: int, way: Way) -> Case:
-    return Case(model=MODELS[model], samples=SAMPLES, steps=steps, layers=LAYERS, **way.case)
+    common: dict[str, Any] = {"samples": SAMPLES, "steps": steps, "layers": LAYERS, **way.case}
+    if model not in ADAPTED:
+        return Case(model=CAUSAL.get(model, model), **common)
+    name, peft = ADAPTED[model]
+    # A larger eps than AdamW's own: at that, a first gradient within rounding of zero is a whole update.
+    return Case(model=name, peft=peft, optimizer_options={"weight_decay": 0.1, "eps": 1e-3}, **common)
 
 
 def write(strategy: Any, folder: str) -> None:
@@ -146,13 +169,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases() -> Iterator[Any]:
-    """Each way with one of its models, in turn, and with the others where all is tried."""
+    """Each way with one of its models, in turn, and what is sampled; with the others where all is tried."""
     for turn, (name, way) in enumerate(WAYS.items()):
         one = way.models[turn % len(way.models)]
-        others = tuple(model for model in (*way.models, *way.others) if model not in (one, SAMPLED.get(name)))
-        yield pytest.param(name, (one,), id=name)
-        if name in SAMPLED:
-            yield pytest.param(name, (SAMPLED[name],), id=f"{name}, {SAMPLED[name]}")
+        sampled = (one, *SAMPLED.get(name, ()))
+        others = tuple(model for model in (*way.models, *way.others) if model not in sampled)
+        yield pytest.param(name, sampled, id=name)
         if others:
             yield pytest.param(name, others, id=f"{name}, others", marks=pytest.mark.exhaustive)
 

@@ -20,6 +20,7 @@ COMMON = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BERT = {
     **{name: value for name, value in COMMON.items() if name != "num_key_value_heads"},
     "hidden_dropout_prob": 0.0,
@@ -28,9 +29,7 @@ BERT = {
 MODELS = {
     "llama": ModelConfig(name="llama", type="llama", config=dict(COMMON)),
     "qwen3": ModelConfig(name="qwen3", type="qwen3", config={**COMMON, "head_dim": 8}),
-    "mixtral": ModelConfig(
-        name="mixtral", type="mixtral", config={**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
-    ),
+    "mixtral": ModelConfig(name="mixtral", type="mixtral", config={**COMMON, **EXPERTS}),
     "preferences": ModelConfig(name="preferences", type="llama", config=dict(COMMON)),
     "masked": ModelConfig(name="masked", type="bert", config={**BERT}),
     "classes": ModelConfig(name="classes", type="bert", config={**BERT, "num_labels": 3, "pad_token_id": 0}),
@@ -55,9 +54,9 @@ MODELS = {
         f"{family}_128": ModelConfig(
             name=f"{family}_128",
             type=family,
-            config={**COMMON, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+            config={**COMMON, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, **more},
         )
-        for family in ("llama", "qwen3")
+        for family, more in (("llama", {}), ("qwen3", {}), ("mixtral", EXPERTS))
     },
     "gpt2_128": ModelConfig(
         name="gpt2_128",

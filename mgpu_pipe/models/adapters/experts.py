@@ -1,7 +1,7 @@
 """LoRA beside the packed weights of experts, (experts, outputs, inputs) each: every expert has a product of its own.
 
 The module's own forward pass looks at its weights only, so it is replaced by one that does the same for rows that are
-ordered by expert, as transformers' ``grouped_mm`` does: no product is ever added to a weight.
+ordered by expert, as transformers' ``grouped_mm`` does: no product is ever added to a weight, and weights may be bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from mgpu_pipe.compat.transformers_private import gated
 from mgpu_pipe.config.peft import PeftConfig
-from mgpu_pipe.models.adapters.low_rank import A, Adapted, B
+from mgpu_pipe.models.adapters.low_rank import A, Adapted, B, as_rows
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """What transformers calls packed weights."""
@@ -23,19 +23,8 @@ ALIGNED = 16
 """Bytes that a row has to be a multiple of for torch's grouped product."""
 
 
-class LoraExperts(Adapted):
-    def adapted(self) -> dict[str, dict[str, str]]:
-        return {name: {one: f"{name}_{one}" for one in (A, B)} for name in WEIGHTS if name in self._parameters}
-
-    def adapt(self, keys: PeftConfig) -> None:
-        for name, own in self.adapted().items():
-            weight = self.rows(name)
-            experts, outputs, inputs = weight.shape
-            like: Any = {"dtype": weight.dtype, "device": weight.device}
-            limit = inputs**-0.5  # as of a single linear layer
-            drawn = nn.init.uniform_(torch.empty(experts, keys.r, inputs, **like), -limit, limit)
-            setattr(self, own[A], nn.Parameter(drawn))
-            setattr(self, own[B], nn.Parameter(torch.zeros(experts, outputs, keys.r, **like)))
+class GroupedExperts(nn.Module):
+    """Packed experts whose rows are computed in the order of their experts."""
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Shapes (tokens, width), (tokens, top_k), (tokens, top_k); returns (tokens, width)."""
@@ -54,13 +43,39 @@ class LoraExperts(Adapted):
         return result.view(*top_k_index.shape, -1).sum(1).to(hidden.dtype)
 
     def _through(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        result = _grouped(rows, self.rows(name), ends)
-        if self.adapts:
-            own = {one: getattr(self, attribute) for one, attribute in self.adapted()[name].items()}
-            dropped = rows if self.lora_dropout is None else self.lora_dropout(rows)
-            result = result + _grouped(_grouped(dropped, own[A], ends), own[B], ends) * self.lora_scale
+        result = self.product(name, rows, ends)
         bias = getattr(self, f"{name}_bias", None)
         return result if bias is None else result + bias[experts]
+
+    def product(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self.dense(name, rows, ends)
+
+    def dense(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The frozen weights' part of the result for rows in groups that end at ``ends``."""
+        return _grouped(rows, as_rows(self, getattr(self, name)), ends)
+
+
+class LoraExperts(GroupedExperts, Adapted):
+    def adapted(self) -> dict[str, dict[str, str]]:
+        return {name: {one: f"{name}_{one}" for one in (A, B)} for name in WEIGHTS if name in self._parameters}
+
+    def adapt(self, keys: PeftConfig) -> None:
+        for name, own in self.adapted().items():
+            weight = self.rows(name)
+            experts, outputs, inputs = weight.shape
+            like: Any = {"dtype": weight.dtype, "device": weight.device}
+            limit = inputs**-0.5  # as of a single linear layer
+            drawn = nn.init.uniform_(torch.empty(experts, keys.r, inputs, **like), -limit, limit)
+            setattr(self, own[A], nn.Parameter(drawn))
+            setattr(self, own[B], nn.Parameter(torch.zeros(experts, outputs, keys.r, **like)))
+
+    def product(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        result = self.dense(name, rows, ends)
+        if not self.adapts:
+            return result
+        own = {one: getattr(self, attribute) for one, attribute in self.adapted()[name].items()}
+        dropped = rows if self.lora_dropout is None else self.lora_dropout(rows)
+        return result + _grouped(_grouped(dropped, own[A], ends), own[B], ends) * self.lora_scale
 
 
 @functools.cache

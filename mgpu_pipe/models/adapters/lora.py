@@ -17,7 +17,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import MAGNITUDE, DoraConv1D, DoraLinear
 from mgpu_pipe.models.adapters.experts import adapted_class, packs_experts
 from mgpu_pipe.models.adapters.low_rank import A, Adapted, B, LoraConv1D, LoraLayer, LoraLinear
-from mgpu_pipe.models.adapters.qlora import QUANTISED, quantise_layer
+from mgpu_pipe.models.adapters.qlora import QUANTISED, quantise_module
 from mgpu_pipe.models.plans import decoder_blocks
 
 ADAPTER_NAMES = (A, B, MAGNITUDE)
@@ -57,11 +57,9 @@ def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
         for name in _matching("peft.train_also", pattern, list(named)):
             named[name].requires_grad_(True)
     if keys.name == "qlora":
-        if any(packs_experts(module) for module in model.modules()):
-            raise ConfigError("peft", "qlora", "use peft=lora", "packed weights of experts are not quantised yet")
-        for name, layer in _block_linears(model).items():
-            if not layer.get_parameter("weight").requires_grad:
-                quantise_layer(name, layer)
+        experts = {name: module for name, module in model.named_modules() if packs_experts(module)}
+        for name, module in {**_block_linears(model), **experts}.items():
+            quantise_module(name, module)
     model.__dict__[ADAPTER] = keys
 
 

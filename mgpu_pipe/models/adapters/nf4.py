@@ -81,12 +81,12 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [quantise(one) for one in weight]
         return torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
     outputs, inputs = weight.shape
-    blocks = weight.float().reshape(-1, BLOCK)
+    blocks = weight.to(torch.float32).reshape(-1, BLOCK)
     largest = blocks.abs().amax(1)
     levels = torch.tensor(LEVELS, device=weight.device)
     codes = _nearest(blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(1), levels).view(outputs, inputs)
     # The mean in float64: in fp32 it depends on the number of threads.
-    offset = largest.double().mean().float()
+    offset = largest.double().mean().to(torch.float32)
     shifted = largest - offset
     whole = shifted.numel() // GROUP * GROUP
     groups = [shifted[:whole].view(-1, GROUP), *([shifted[whole:].unsqueeze(0)] if whole < shifted.numel() else [])]
