@@ -162,6 +162,8 @@ def test_importance_is_the_share_of_the_variance_between_bins() -> None:
     assert found["a"].share == pytest.approx(1 - (4 / 4) / 3.5) and math.isnan(found["a"].trend)
     assert found["b"].share == 0 and found["b"].trend == pytest.approx(0.2927700218845599)
     assert importances({"a": ["1"] * 5}, metric[:5]) == []
+    (word,) = importances({"a": ["nan", "nan", "nan", "1", "1", "1"]}, metric)
+    assert word.share == found["a"].share, "a value without a place in an order is a word"
     many = importances({"c": [str(at) for at in range(50)]}, [float(at * at) for at in range(50)])[0]
     assert many.trend == pytest.approx(1) and 0.9 < many.share < 1
 
