@@ -16,7 +16,7 @@ from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.planner.memory import ADAM_STATE, FP32, OPTIMIZER_STATE, state_bytes
+from mgpu_pipe.planner.memory import FP32, optimizer_bytes, state_bytes
 from mgpu_pipe.planner.parameters import count_parameters
 
 COMPILE_TIMEOUT_S = 60
@@ -52,9 +52,8 @@ def offloaded_bytes(config: RunConfig) -> int | None:
     count = count_parameters(resolved_fields(config.model))
     if count is None:
         return None
-    optimizer = OPTIMIZER_STATE.get(config.optimizer._target_.rpartition(".")[2], ADAM_STATE)
     nodes = max(1, config.trainer.num_nodes)
-    return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer).total
+    return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer_bytes(config.optimizer)).total
 
 
 def _path_errors(config: RunConfig) -> Iterator[BadInputError]:

@@ -19,6 +19,8 @@ SIZES = tuple(ParallelDims().as_dict())
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     """Such keys, each with why; a sweep over strategies may well set them."""
     unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config), *_peft(config)]
+    if config.optimizer.ema.evaluate and config.optimizer.ema.decay is None:
+        unused.append(("optimizer.ema.evaluate", "optimizer.ema.decay=null keeps no average"))
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
         unused.append(("run.root", "run.dir says where the run is"))
     if config.strategy.engine in ENGINES:  # a plug-in's may read any

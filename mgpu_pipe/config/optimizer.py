@@ -26,6 +26,9 @@ class ParameterGroup:
 class WeightAverageConfig:
     decay: float | None = field(default=None, metadata={"above": 0, "below": 1, "or": ", or null to keep none"})
     """After each step the average is this times itself and the rest of the new weights; null keeps none."""
+    evaluate: bool = False
+    """Evaluation in training, tasks and keep_best's ranking included, is of the average; meanwhile the weights are held
+    once more."""
 
 
 @dataclass

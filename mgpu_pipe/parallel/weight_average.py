@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from mgpu_pipe.compat.torch_private import foreach_lerp
+from mgpu_pipe.models.parts import local_tensor
 
 EMA = "ema"
 """The key of the optimizer's state."""
@@ -27,6 +28,8 @@ class WeightAverage:
 
     def __init__(self, decay: float | None = None) -> None:
         self.decay = decay
+        self.evaluated = False
+        """Whether evaluation in training is of the average."""
 
     @contextmanager
     def updated(self, optimizer: torch.optim.Optimizer, flats: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
@@ -50,6 +53,22 @@ class WeightAverage:
             optimizer.state[weight][EMA] = average
         kept = [weight for weight in weights if EMA in optimizer.state.get(weight, {})]
         foreach_lerp([optimizer.state[weight][EMA] for weight in kept], [w.detach() for w in kept], 1 - self.decay)
+
+    @contextmanager
+    def in_place(self, optimizer: torch.optim.Optimizer, flats: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """Within it the weights (as of :meth:`updated`) hold their averages."""
+        weights = [p for group in optimizer.param_groups for p in group["params"]] if flats is None else flats
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for weight in weights:
+            if EMA in (state := optimizer.state.get(weight, {})):
+                live = local_tensor(weight).detach()
+                kept.append((live, live.clone()))
+                live.copy_(state[EMA])
+        try:
+            yield
+        finally:
+            for live, value in kept:
+                live.copy_(value)
 
 
 def _copied(weight: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mgpu_pipe.config.optimizer import OptimizerConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
@@ -18,6 +19,12 @@ SPLIT_BYTES, SHARED_BYTES = 24, 10
 """Bytes of activations a token, width and layer in half precision, attention by a fused kernel: those that tensor
 parallelism splits, and those that only sequence parallelism does (Korthikanti et al. 2022, arXiv:2205.05198,
 equations 2 and 4)."""
+
+
+def optimizer_bytes(optimizer: OptimizerConfig) -> int:
+    """Bytes of state that a trained parameter has, its average among them."""
+    own = OPTIMIZER_STATE.get(optimizer._target_.rpartition(".")[2], ADAM_STATE)
+    return own + (FP32 if optimizer.ema.decay is not None else 0)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,8 @@ def _optimizer(config: RunConfig) -> str:
     layers = "" if optimizer.layer_decay == 1 else f" times {optimizer.layer_decay:g} a block downwards"
     rate = f"lr {optimizer.lr:g}{layers} {scheduler.name}{warmup}"
     groups = "".join(f"; {label}: {_apart(group)}" for label, group in optimizer.groups.items())
-    average = f"; averaged by {optimizer.ema.decay:g}" if optimizer.ema.decay is not None else ""
+    evaluated = ", which is evaluated" if optimizer.ema.evaluate else ""
+    average = f"; averaged by {optimizer.ema.decay:g}{evaluated}" if optimizer.ema.decay is not None else ""
     return f"{name}, {rate}, weight decay {optimizer.weight_decay:g}{clipped}{groups}{average}"
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -108,6 +109,19 @@ class EngineStrategy(ParallelStrategy):
         """This process's sums over the step batch's micro-batches, without gradients; see
         :meth:`Objective.evaluation_sums`. A float64 zero where it has none.
         """
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Within it the weights are those that evaluation is of: their average, where the run says so."""
+        if not self.average.evaluated:
+            yield
+            return
+        with self._average_in_place():
+            yield
+
+    @abstractmethod
+    def _average_in_place(self) -> AbstractContextManager[None]:
+        """Within it every forward pass is of the average."""
 
     @abstractmethod
     def zero_gradients(self) -> None:

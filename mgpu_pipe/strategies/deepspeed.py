@@ -6,7 +6,8 @@ Lightning's own DeepSpeedStrategy refuses the CPU. DeepSpeed is imported when a 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -310,6 +311,15 @@ class DeepSpeedStrategy(EngineStrategy):
             else:
                 self.state.update(self.engine.step, self._unused)
         return result
+
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
+        try:
+            with self.average.in_place(self.state.optimizer, self.state.masters()):
+                self.state.weights_written()
+                yield
+        finally:
+            self.state.weights_written()
 
     def zero_gradients(self) -> None:
         """DeepSpeed has cleared them with the update."""

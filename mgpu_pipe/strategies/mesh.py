@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -234,6 +235,13 @@ class MeshStrategy(EngineStrategy):
         with on_local_shards(optimizer), self.average.updated(optimizer):
             optimizer.step()
         return result
+
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
+        self.split.settle()
+        with self.average.in_place(self.optimizers[0]):
+            yield
+            self.split.settle()
 
     def zero_gradients(self) -> None:
         self.split.facts.zero()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import MgpuError
-from mgpu_pipe.planner.memory import activation_bytes, savings, sharded_stage, state_bytes
+from mgpu_pipe.planner.memory import activation_bytes, optimizer_bytes, savings, sharded_stage, state_bytes
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 GIB = 1 << 30
@@ -67,7 +67,7 @@ def out_of_memory(
     Args:
         parts: as far as they were measured; the rest is estimated from the model's parameters.
     """
-    known = estimated_parts(model, dims, plan, config.data.seq_len, parts, sharded_stage(config))
+    known = estimated_parts(config, dims, plan, model, parts)
     largest = max(known, key=lambda name: known[name])
     helpful = sorted(savings(config, dims, plan, known), key=lambda saving: -saving.size)[:SHOWN]
     fixes = ", ".join(f"{saving.setting} (saves about {_gib(saving.size)})" for saving in helpful if saving.size > 0)
@@ -81,13 +81,9 @@ def out_of_memory(
 
 
 def estimated_parts(
-    model: Any, dims: ParallelDims, plan: BatchPlan, seq_len: int, parts: Mapping[str, int], stage: int = 3
+    config: RunConfig, dims: ParallelDims, plan: BatchPlan, model: Any, parts: Mapping[str, int]
 ) -> dict[str, int]:
-    """Bytes a rank of each part: measured where they are known, else from the closed form.
-
-    Args:
-        stage: what ``dp_shard`` shards: 1 the optimizer's state, 2 gradients too, 3 (and FSDP2) weights too.
-    """
+    """Bytes a rank of each part: measured where they are known, else from the closed form."""
     # A parameter that DeepSpeed has partitioned is empty, and keeps its size in ``ds_numel``.
     sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}
     shards = dims.world_size // dims.dp_replicate
@@ -96,13 +92,13 @@ def estimated_parts(
         shards = 1
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     weights = sum(size * p.element_size() for p, size in sizes.items())
-    state = state_bytes(weights, trained, shards, stage)
-    config, tokens = model.config.get_text_config(), plan.micro_batch_size * seq_len
+    state = state_bytes(weights, trained, shards, sharded_stage(config), optimizer=optimizer_bytes(config.optimizer))
+    fields, tokens = model.config.get_text_config(), plan.micro_batch_size * config.data.seq_len
     estimated = {
         "weights": state.weights,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "activations": activation_bytes(tokens, config.hidden_size, config.num_hidden_layers),
+        "activations": activation_bytes(tokens, fields.hidden_size, fields.num_hidden_layers),
     }
     return {name: parts.get(name) or estimated[name] for name in PARTS}
 

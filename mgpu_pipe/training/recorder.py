@@ -11,6 +11,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytorch_lightning as pl
@@ -102,6 +103,7 @@ class StepRecorder(pl.Callback):
         self._consumed = {key: int(value) for key, value in before.items() if key.startswith(TOKENS)}
         """Tokens of each source of a mixture since the run's first step, by metric."""
         self._open: dict[str, Any] | None = None
+        self._evaluating = ExitStack()
         self._step_seconds: list[float] = []
         self._step_work: list[tuple[int, int, int]] = []
         """Tokens, samples and padding of each step whose time counts."""
@@ -172,7 +174,11 @@ class StepRecorder(pl.Callback):
         if result.stop or not self._evaluation_due(self.step):
             self._close_step(trainer)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._evaluating.enter_context(trainer.strategy.evaluated_weights())  # type: ignore[attr-defined]
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._evaluating.close()
         evaluated = dict(pl_module.evaluated)
         self.metrics.update(evaluated)
         if self._open is not None:
@@ -239,7 +245,8 @@ class StepRecorder(pl.Callback):
         row, self._open = self._open, None
         evaluated = self._evaluation_due(self.step) and not self.stopped
         if evaluated and self._tasks is not None:
-            row.update(self._tasks())
+            with trainer.strategy.evaluated_weights():  # type: ignore[attr-defined]
+                row.update(self._tasks())
         self._measured = {key: row[key] for key in (*self._ranked, *self._consumed) if key in row}
         self.metrics.update(self._measured)
         due = row["step"] % self._config.log_every_n_steps == 0 or evaluated or row["step"] == self.max_steps

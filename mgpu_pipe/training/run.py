@@ -168,7 +168,7 @@ def train(
         stop_requested=lambda: asked_to_stop() or clock.is_over(),
     )
     strategy.save_due = clock.save_is_due
-    strategy.average.decay = config.optimizer.ema.decay
+    strategy.average.decay, strategy.average.evaluated = config.optimizer.ema.decay, config.optimizer.ema.evaluate
     strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, tells=rank == 0)
     tasks = RunTasks(config, prepared, objective, strategy) if config.eval.tasks else None
     recorder = StepRecorder(

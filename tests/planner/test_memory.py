@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from benchmarks import axes_memory, data_parallel_bytes, zero_bytes
-from mgpu_pipe.planner.memory import activation_share, norm_bytes, state_bytes
+from mgpu_pipe.config.optimizer import OptimizerConfig
+from mgpu_pipe.parallel.weight_average import WeightAverage
+from mgpu_pipe.planner.memory import activation_share, norm_bytes, optimizer_bytes, state_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LLAMA_SMALL = 8_392_960
@@ -32,6 +34,13 @@ def test_one_process_keeps_what_adamw_keeps() -> None:
     assert model.weight.grad is not None and kept.gradients == model.weight.grad.nbytes
     assert kept.optimizer == sum(moment.nbytes for moment in moments)
     assert kept.total == 16 * 64 * 32
+    keys = OptimizerConfig()
+    assert optimizer_bytes(keys) == 8
+    keys.ema.decay = 0.9
+    with WeightAverage(0.9).updated(optimizer):
+        optimizer.step()
+    state = [value for value in optimizer.state[model.weight].values() if value.ndim]
+    assert optimizer_bytes(keys) * 64 * 32 == sum(value.nbytes for value in state)
 
 
 @pytest.mark.parametrize(

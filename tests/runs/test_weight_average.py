@@ -17,7 +17,7 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.load import load_run
 from mgpu_pipe.topology import ParallelDims
-from tests.support.command import mgpu, run_folder
+from tests.support.command import column, mgpu, run_folder
 
 
 def tensor(reader: CheckpointReader, name: str, kind: str) -> torch.Tensor:
@@ -51,7 +51,8 @@ def test_the_average_is_saved_evaluated_and_exported(
         "logger=none",
     )
     average = ("optimizer.ema.decay=0.5", f"run.dir={tmp_path}/run", "checkpoint.keep_last=0")
-    run = run_folder(mgpu(cache, tmp_path, *words, *average, "trainer.max_steps=2", "checkpoint.every_n_steps=1"))
+    more = ("trainer.max_steps=2", "checkpoint.every_n_steps=1", "optimizer.ema.evaluate=true")
+    run = run_folder(mgpu(cache, tmp_path, *words, *average, *more))
     steps = [CheckpointReader(run / f"checkpoints/step-0000000{step}") for step in (1, 2)]
     names = [name for name in steps[0].names("model") if name != "model.norm.weight"]
     for name in names:
@@ -70,6 +71,7 @@ def test_the_average_is_saved_evaluated_and_exported(
     tokenizer = f"data.tokenizer={run}/tokenizer"
     of_export = said(capsys, "eval", f"{tmp_path}/out", *words[1:6], tokenizer).splitlines()[0]
     assert evals[1] == of_export != evals[0]
+    assert abs(float(evals[1].split()[1]) / column(run, "val/loss")[2] - 1) < 1e-5, "evaluated in training"
     assert "holds no average" in said(capsys, "eval", f"{tmp_path}/out", "--weights", "ema", code=2)
     without = ("optimizer.ema.decay=null", "checkpoint.resume=auto", *average[1:], "trainer.max_steps=3")
     mgpu(cache, tmp_path, *words, *without)

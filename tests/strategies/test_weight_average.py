@@ -9,15 +9,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.parallel.weight_average import EMA, WeightAverage
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from tests.support.processes import run_processes
-from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained, worst_error
+from tests.support.training import (
+    Case,
+    Outcome,
+    assembled,
+    batch_of,
+    norm_of,
+    plain,
+    step_batch_of,
+    trained,
+    worst_error,
+)
 
 DECAY, HALF = 0.8, 3
 BOUND = 1e-5
@@ -60,7 +72,7 @@ class Averaged(torch.optim.AdamW):
 
 
 def keeps(strategy: Any) -> None:
-    strategy.average.decay = DECAY
+    strategy.average.decay, strategy.average.evaluated = DECAY, True
 
 
 def first_half(case: Case, dims: ParallelDims, folder: str) -> None:
@@ -73,14 +85,31 @@ def first_half(case: Case, dims: ParallelDims, folder: str) -> None:
     trained(case, dims, on_start=keeps, on_end=write)
 
 
-def second_half(case: Case, dims: ParallelDims, folder: str) -> Outcome:
+def second_half(case: Case, dims: ParallelDims, folder: str) -> tuple[Outcome, float]:
+    """What a rank found, and the loss of the average that evaluation is of."""
+    losses: list[float] = []
+
+    def evaluate(strategy: Any) -> None:
+        rank, size = dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size
+        batch = step_batch_of(case, HALF, rank, size)
+        with strategy.evaluated_weights():
+            total = strategy.sum_over_data(strategy.run_evaluation(batch))
+        losses.append(float(total.sum()) / batch.loss_denominator)
+
     def restore(strategy: Any) -> None:
         keeps(strategy)
         reader = CheckpointReader(Path(folder) / f"step-{HALF:08d}")
         restore_weights(reader, strategy)
         restore_optimizer(reader, strategy)
 
-    return trained(case, dims, first_step=HALF, on_start=restore)
+    outcome = trained(case, dims, first_step=HALF, on_start=restore, on_end=evaluate)
+    return outcome, losses[0]
+
+
+@torch.no_grad()
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> float:
+    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return float(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX))
 
 
 def averages(results: list[Outcome]) -> dict[str, torch.Tensor]:
@@ -96,7 +125,8 @@ def test_the_average_goes_from_any_strategy_to_any_as_one_process_has_it(one: st
     (dims, more), (next_dims, next_more) = WAYS[one], WAYS[other]
     run_processes(dims.world_size, first_half, Case(steps=HALF, layers=layers, **more), dims, str(tmp_path))
     case = Case(steps=HALF, layers=layers, **next_more)
-    results = run_processes(next_dims.world_size, second_half, case, next_dims, str(tmp_path))
+    by_rank = run_processes(next_dims.world_size, second_half, case, next_dims, str(tmp_path))
+    results = [outcome for outcome, _ in by_rank]
     expected = plain(Case(steps=2 * HALF, layers=layers, by_hand=Averaged))
     expected["losses"], expected["norms"] = expected["losses"][HALF:], expected["norms"][HALF:]
     worst, where = worst_error(results, expected)
@@ -105,6 +135,10 @@ def test_the_average_goes_from_any_strategy_to_any_as_one_process_has_it(one: st
     assert found.keys() == wanted.keys()
     difference = norm_of([found[name] - value.detach() for name, value in wanted.items()])
     assert difference <= BOUND * norm_of(wanted.values())
+    batch = batch_of(case, HALF)
+    of_average, of_weights = (loss_of(model, batch) for model in (Averaged.made.average.module, Averaged.made.model))
+    assert all(abs(loss / of_average - 1) < BOUND for _, loss in by_rank)
+    assert abs(of_weights / of_average - 1) > 3 * BOUND, "evaluating the weights themselves would do"
     apart = norm_of([expected["weights"][name] - value.detach() for name, value in wanted.items()])
     assert apart > 10 * BOUND * norm_of(wanted.values()), "the weights themselves would not do"
 
