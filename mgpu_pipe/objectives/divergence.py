@@ -51,15 +51,17 @@ def token_divergences(
             both to their mixture.
         shard: which columns of the vocabulary they are; None for all.
     """
-    # In place from here on: chunks are large, and a caller that drops its teacher's logits keeps four of them alive.
-    teacher = teacher / temperature
-    of_teacher = teacher.logsumexp(-1)
-    student = student / temperature
-    normalisers = torch.stack([student.logsumexp(-1), of_teacher])
-    if shard is not None:
+    # One after the other, and in place afterwards: chunks are large, and a caller that drops its teacher's logits keeps
+    # four of them alive.
+    if shard is None:
+        teacher = (teacher if temperature == 1 else teacher / temperature).log_softmax(-1)
+        student = (student if temperature == 1 else student / temperature).log_softmax(-1)
+    else:
+        teacher, student = teacher / temperature, student / temperature
+        normalisers = torch.stack([student.logsumexp(-1), teacher.logsumexp(-1)])
         normalisers = all_gather_parts(normalisers, shard.group).logsumexp(0)
-    student.sub_(normalisers[0].unsqueeze(-1))
-    teacher.sub_(normalisers[1].unsqueeze(-1))
+        student.sub_(normalisers[0].unsqueeze(-1))
+        teacher.sub_(normalisers[1].unsqueeze(-1))
     if kind == "forward":
         probabilities = teacher.exp()
         (found,) = _over_columns([teacher.sub_(student).mul_(probabilities)], shard)

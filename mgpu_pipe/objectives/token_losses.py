@@ -1,7 +1,7 @@
 """The cross-entropy of every token by itself, of a linear head, without the whole logits.
 
 For losses that weigh each token only when those of the whole sample are known, as preferences do: the backward pass is
-told the weights, and computes a chunk's logits once more.
+told the weights, and computes a chunk's logits once more. Of tokens that count alone, on the CPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.cross_entropy import Labels
 from mgpu_pipe.objectives.head_chunks import over_chunks, rows_of
 from mgpu_pipe.parallel.vocabulary import VocabularyShard
@@ -64,8 +65,24 @@ def linear_token_losses(
 
     Arguments, and what is collective, are as in :func:`mgpu_pipe.objectives.cross_entropy.linear_cross_entropy`.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    rows = rows_of(chunk_tokens, weight, len(flat), shard)
-    result = _TokenLosses.apply(flat, weight, bias, labels.reshape(-1), rows, shard)
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if flat.is_cuda:  # it would wait for the number of those that count
+        return _losses(flat, weight, bias, wanted, chunk_tokens, shard)
+    counts = (wanted != IGNORE_INDEX).nonzero().squeeze(1)
+    counts = counts if len(counts) else torch.zeros(1, dtype=torch.int64, device=counts.device)
+    found = _losses(flat.index_select(0, counts), weight, bias, wanted[counts], chunk_tokens, shard)
+    return found.new_zeros(len(wanted)).index_copy(0, counts, found)
+
+
+def _losses(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    chunk_tokens: int | str,
+    shard: VocabularyShard | None,
+) -> torch.Tensor:
+    rows = rows_of(chunk_tokens, weight, len(hidden), shard)
+    result = _TokenLosses.apply(hidden, weight, bias, labels, rows, shard)
     assert isinstance(result, torch.Tensor)
     return result

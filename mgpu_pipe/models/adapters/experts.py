@@ -75,7 +75,7 @@ class LoraExperts(GroupedExperts, Adapted):
             return result
         own = {one: getattr(self, attribute) for one, attribute in self.adapted()[name].items()}
         dropped = rows if self.lora_dropout is None else self.lora_dropout(rows)
-        return result + _grouped(_grouped(dropped, own[A], ends), own[B], ends) * self.lora_scale
+        return result + _grouped(_grouped(dropped, own[A], ends) * self.lora_scale, own[B], ends)
 
 
 @functools.cache

@@ -74,7 +74,7 @@ class LoraLayer(Adapted):
     def low_rank(self, x: torch.Tensor) -> torch.Tensor:
         """What the adapter adds, of shape (..., outputs)."""
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
-        return F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
+        return F.linear(F.linear(dropped, self.lora_A) * self.lora_scale, self.lora_B)  # scaled where it is narrow
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         """The frozen weight's part of the result."""

@@ -12,6 +12,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 BLOCK, GROUP = 64, 256
 """Weights that share a scale; scales that share one."""
@@ -108,13 +109,18 @@ def dequantise(packed: torch.Tensor, tops: torch.Tensor, block: Block) -> torch.
     fp32 = tops.clone().view(torch.float32)
     of_groups = fp32[..., 1:][..., block.groups(outputs, packed.device)]
     largest = _dynamic().to(packed.device)[scales.int()] * of_groups + fp32[..., :1].unsqueeze(-1)
-    levels = torch.tensor(LEVELS, device=packed.device)
-    values = levels[torch.stack([codes >> 4, codes & 15], -1).int()]
-    return (values.view(*packed.shape[:-1], -1, BLOCK) * largest.unsqueeze(-1)).flatten(-2)
+    values = F.embedding(codes.int(), _pairs().to(packed.device))
+    return values.view(*packed.shape[:-1], -1, BLOCK).mul_(largest.unsqueeze(-1)).flatten(-2)
 
 
 def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.bucketize(values.clamp(-1, 1), (table[:-1] + table[1:]) / 2).to(torch.uint8)
+
+
+@functools.cache
+def _pairs() -> torch.Tensor:
+    """The two levels that each byte of codes stands for."""
+    return torch.cartesian_prod(torch.tensor(LEVELS), torch.tensor(LEVELS))
 
 
 @functools.cache
