@@ -15,7 +15,7 @@ from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
 from mgpu_pipe.checks.tasks import task_errors
 from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.hardware import usable_gpus
-from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES
+from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES, PICTURE_CHAT_SOURCES
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
@@ -126,7 +126,7 @@ def _check_data(config: RunConfig) -> None:
         check_mixture(config)
     if config.data.source not in FILE_SOURCES or config.data.paths:
         check_sources(config)
-    if config.data.holds_conversations() and config.data.paths:
+    if config.data.holds_conversations() and config.data.paths and config.data.source not in PICTURE_CHAT_SOURCES:
         from mgpu_pipe.data.text.chat_templates import check_chat
 
         check_chat(config)

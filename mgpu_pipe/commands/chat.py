@@ -7,13 +7,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import non_negative, positive_int, share
 from mgpu_pipe.errors import EXIT_OK, BadInputError
-from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
+from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device, takes_images
 
-HELP = "/system TEXT says how to answer, /reset forgets what was said, /save FILE keeps it, /exit (or Ctrl-D) ends"
+if TYPE_CHECKING:
+    from mgpu_pipe.inference.load import LoadedRun
+
+HELP = (
+    "/image FILE shows a picture with the next question, /system TEXT says how to answer, /reset forgets what was "
+    "said, /save FILE keeps it, /exit (or Ctrl-D) ends"
+)
 
 
 def chat(argv: Sequence[str]) -> int:
@@ -29,6 +36,7 @@ def chat(argv: Sequence[str]) -> int:
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
+    takes_images(parser)
     takes_device(parser)
     _chat(parsed(parser, argv))
     return EXIT_OK
@@ -42,8 +50,11 @@ def _chat(arguments: argparse.Namespace) -> None:
             f"{run.source}: was not trained on conversations, or has no chat template; use mgpu-pipe generate"
         )
     from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.sight import Sight, with_places
     from mgpu_pipe.inference.spoken import Spoken
 
+    images, shown = list(arguments.image), 0  # pictures, and how many of them were asked about
+    Sight.of(run, images)
     tokenizer, terminal = run.tokenizer(), sys.stdin.isatty()
     begin = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     messages = list(begin)
@@ -54,7 +65,9 @@ def _chat(arguments: argparse.Namespace) -> None:
         if word in ("/exit", "/quit"):
             return
         if word == "/reset":
-            messages = list(begin)
+            messages, images, shown = list(begin), [], 0
+        elif word == "/image":
+            images = _with_image(run, images, rest.strip())
         elif word == "/system":
             begin = [{"role": "system", "content": rest.strip()}] if rest.strip() else []
             messages = begin + [message for message in messages if message["role"] != "system"]
@@ -63,7 +76,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         elif word.startswith("/"):
             print(f"no such word: {word}; {HELP}", file=sys.stderr)
         elif word:
-            asked = [*messages, {"role": "user", "content": line.strip()}]
+            asked = [*messages, {"role": "user", "content": with_places(line.strip(), len(images) - shown)}]
             try:
                 [answer] = generate_text(
                     run.model,
@@ -76,13 +89,26 @@ def _chat(arguments: argparse.Namespace) -> None:
                     top_p=arguments.top_p,
                     seed=arguments.seed + number,
                     streamer=Spoken(tokenizer),
+                    sight=Sight.of(run, images),
                 )
             except BadInputError as error:
                 print(f"{error}; /reset begins anew", file=sys.stderr)
             except KeyboardInterrupt:
                 print("\n(broken off: the question is forgotten)", file=sys.stderr)
             else:
-                messages = [*asked, {"role": "assistant", "content": answer}]
+                messages, shown = [*asked, {"role": "assistant", "content": answer}], len(images)
+
+
+def _with_image(run: LoadedRun, images: list[Path], name: str) -> list[Path]:
+    """``images`` and one more, where it can be shown."""
+    from mgpu_pipe.inference.sight import Sight
+
+    try:
+        Sight.of(run, [Path(name)])
+    except BadInputError as error:
+        print(error, file=sys.stderr)
+        return images
+    return [*images, Path(name)]
 
 
 def _line(terminal: bool) -> str | None:

@@ -100,7 +100,7 @@ def _amounts(
     if lengths is not None:
         longer = int((lengths > config.data.seq_len).sum())
         cut = f"{longer:,} longer than data.seq_len={config.data.seq_len} are cut" if longer else "none is cut"
-        told = "" if prepared.kind in ("pairs", "preferences") else f"; {cut}"  # pairs that are too long are refused
+        told = "" if prepared.kind in ("pairs", "preferences", "picture_chats") else f"; {cut}"  # left out
         span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
         if without := uncounted_of(prepared):
             rows.append(("no loss", f"{without:,} documents: they are empty, or nothing in them is trained"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.config.arguments import non_negative, positive_int, share
 from mgpu_pipe.errors import EXIT_OK, BadInputError
-from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device
+from mgpu_pipe.inference.arguments import open_run, parsed, parser_of, takes_device, takes_images
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -35,6 +35,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
     )
+    takes_images(parser)
     takes_device(parser)
     _generate(parsed(parser, argv))
     return EXIT_OK
@@ -50,18 +51,20 @@ def _generate(arguments: argparse.Namespace) -> None:
     if not run.model.can_generate():
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
     from mgpu_pipe.inference.generation import generate_text, without_controls
+    from mgpu_pipe.inference.sight import Sight, with_places
 
     chat = None if arguments.raw or run.model.config.is_encoder_decoder else run.chat()
     texts = generate_text(
         run.model,
         run.tokenizer(),
-        prompts,
+        [with_places(prompt, len(arguments.image)) for prompt in prompts],
         chat=chat,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        sight=Sight.of(run, arguments.image),
     )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:

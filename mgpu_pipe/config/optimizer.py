@@ -12,8 +12,8 @@ class ParameterGroup:
     """Parameters that are trained otherwise than the rest."""
 
     parameters: list[str] = field(default_factory=list)
-    """Patterns of parameter names (*, ?, [...]), such as model.embed_tokens.*; a parameter belongs to the first group
-    that names it."""
+    """Patterns of parameter names (*, ?, [...]), such as model.embed_tokens.*, or parts of the model (vision, audio,
+    projector, language); a parameter belongs to the first group that names it."""
     lr: float | None = field(default=None, metadata={"above": 0})
     """Peak learning rate; null is the optimizer's."""
     weight_decay: float | None = field(default=None, metadata={"at_least": 0})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+ALL_LINEAR = "all-linear"
+
 
 @dataclass
 class PeftConfig:
@@ -19,11 +21,13 @@ class PeftConfig:
     """Scale by alpha / sqrt(r), which keeps the size of updates equal over ranks (arXiv:2312.03732)."""
     dropout: float = field(default=0.0, metadata={"at_least": 0.0})
     """Share of the product's inputs that is dropped in training."""
-    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Names or patterns of linear layers, such as q_proj or model.layers.0.*; all-linear: all in the blocks, routers
-    left out; experts: the weights of a mixture's experts."""
+    left out; experts: the weights of a mixture's experts; vision, audio, language, projector: all-linear in that part
+    of the model."""
     train_also: list[str] = field(default_factory=list)
-    """Patterns of parameter names (*, ?, [...]) that are trained as they are, such as *norm.weight."""
+    """Patterns of parameter names (*, ?, [...]), or parts of the model, that are trained as they are, such as
+    *norm.weight or projector."""
 
     init_from: str | None = None
     """A folder of the peft package, or of export --adapter, whose adapters the run starts from."""

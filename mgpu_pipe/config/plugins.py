@@ -25,6 +25,7 @@ LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 PAIR_SOURCES = ("pairs_jsonl", "number_words")
 IMAGE_SOURCES = ("digits", "image_folder", "image_list")
 CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions")
+PICTURE_CHAT_SOURCES = ("digit_questions", "picture_chats")
 DATA_SOURCES = (
     "stdlib_text",
     "text_files",
@@ -42,15 +43,17 @@ DATA_SOURCES = (
     "synthetic",
     *IMAGE_SOURCES,
     *CAPTION_SOURCES,
+    *PICTURE_CHAT_SOURCES,
 )
 FILE_SOURCES = (
     *("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl"),
     *IMAGE_SOURCES[1:],
     *CAPTION_SOURCES[1:],
+    *PICTURE_CHAT_SOURCES[1:],
 )
 """Those that read the files of data.paths."""
 PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
-CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat", "rule_chat")
+CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat", "rule_chat", *PICTURE_CHAT_SOURCES)
 """Those whose rows a chat template renders."""
 SAMPLES = {
     "labelled_jsonl": "labelled_text",
@@ -58,11 +61,12 @@ SAMPLES = {
     **dict.fromkeys(PAIR_SOURCES, "pairs"),
     **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
     **dict.fromkeys(CAPTION_SOURCES, "captioned_images"),
+    **dict.fromkeys(PICTURE_CHAT_SOURCES, "picture_chats"),
 }
 """The kind of samples that a data source gives; packed text where it is not listed."""
 OBJECTIVES = (
     *("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill"),
-    *("image_classification", "contrastive"),
+    *("image_classification", "contrastive", "vision_language"),
 )
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")

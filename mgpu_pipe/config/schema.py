@@ -52,7 +52,8 @@ class ModelConfig:
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; auto is sdpa, and on GPUs torch's flash attention of packed documents."""
     freeze: list[str] = field(default_factory=list)
-    """Patterns of parameter names (*, ?, [...]) that are not trained; each has to match some."""
+    """Patterns of parameter names (*, ?, [...]), or parts of the model (vision, audio, projector, language), that are
+    not trained; each has to match some."""
     compile: bool | Auto = "auto"
     """Compile each block of the model with torch.compile, which needs a C++ compiler on CPU; auto compiles on GPUs,
     from 100M parameters on."""

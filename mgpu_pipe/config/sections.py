@@ -90,6 +90,7 @@ DATA = Section(
         **dict.fromkeys(plugins.IMAGE_SOURCES, "mgpu_pipe.data.image.keys:ImageConfig"),
         "mixture": "mgpu_pipe.data.text.mixture_keys:MixtureConfig",
         **dict.fromkeys(plugins.CAPTION_SOURCES, "mgpu_pipe.data.image.keys:CaptionConfig"),
+        **dict.fromkeys(plugins.PICTURE_CHAT_SOURCES, "mgpu_pipe.data.image.keys:PictureChatConfig"),
     },
 )
 OBJECTIVE = Section(

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_pipe.config.plugins import CAPTION_SOURCES, IMAGE_SOURCES, PAIR_SOURCES, PREFERENCE_SOURCES
+from mgpu_pipe.config.plugins import (
+    CAPTION_SOURCES,
+    IMAGE_SOURCES,
+    PAIR_SOURCES,
+    PICTURE_CHAT_SOURCES,
+    PREFERENCE_SOURCES,
+)
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.image import captions
+from mgpu_pipe.data.image import captions, chats
 from mgpu_pipe.data.image import prepare as images
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text import labelled, mixture, pairs, preferences
@@ -26,6 +32,7 @@ KINDS: dict[str, type[Prepared]] = {
         images.PreparedImages,
         mixture.PreparedMixture,
         captions.PreparedCaptions,
+        chats.PreparedPictureChats,
     )
 }
 
@@ -50,6 +57,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return mixture.prepare_mixture(config, progress)
     if config.data.source in CAPTION_SOURCES:
         return captions.prepare_captions(config, progress)
+    if config.data.source in PICTURE_CHAT_SOURCES:
+        return chats.prepare_picture_chats(config, progress)
     return text.prepare(config, progress)
 
 

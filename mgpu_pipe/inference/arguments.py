@@ -39,6 +39,12 @@ def takes_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace an existing model folder")
 
 
+def takes_images(parser: argparse.ArgumentParser) -> None:
+    """The argument of a verb that shows the model pictures."""
+    told = "a picture, for models that see; repeatable; <image> in the text says where, else it stands in front"
+    parser.add_argument("--image", action="append", type=Path, default=[], metavar="FILE", help=told)
+
+
 def takes_device(parser: argparse.ArgumentParser) -> None:
     """The argument of a verb that runs the model."""
     parser.add_argument(

@@ -52,6 +52,7 @@ def export_folder(
     from mgpu_pipe.inference.adapters import merged, write_adapter
     from mgpu_pipe.inference.generation import stop_at_turns
     from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, write_model_folder
+    from mgpu_pipe.inference.processor_files import write_processor
     from mgpu_pipe.models.save import write_tokenizer
 
     check_target(out, force)
@@ -65,6 +66,7 @@ def export_folder(
             else:
                 stored = merged(stored)
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
+                write_processor(stored, partial)
             if stored.tokenizer_folder is not None:
                 adopts = stored.adopts_special_tokens and not adapter
                 write_tokenizer(stored.tokenizer_folder, partial, adopts)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutput
 
     from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.inference.sight import Sight
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
@@ -72,6 +73,7 @@ def generate_text(
     forward: Callable[..., Any] | None = None,
     streamer: BaseStreamer | None = None,
     batch_size: int = 1,
+    sight: Sight | None = None,
 ) -> list[str]:
     """The continuation of each prompt, without the prompt; of an encoder-decoder model, what it writes for it.
 
@@ -88,9 +90,11 @@ def generate_text(
         forward: takes the place of the model's forward pass, over the whole text so far for each new token.
         streamer: of transformers; is given the ids of the prompt and then each new one.
         batch_size: prompts that are continued together, where temperature is 0.
+        sight: the pictures of each prompt.
 
     Raises:
-        BadInputError: a prompt that fills the model's context, or that the chat template refuses.
+        BadInputError: a prompt that fills the model's context, that the chat template refuses, or that has not as many
+            places as pictures.
     """
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
@@ -112,6 +116,7 @@ def generate_text(
             torch.random.fork_rng(devices=devices),
         ):
             many = [encode(tokenizer, prompt, chat) for prompt in prompts]
+            many = many if sight is None else [sight.expanded(ids) for ids in many]
             made = [
                 _continue(
                     model,
@@ -127,6 +132,7 @@ def generate_text(
                     ends=ends,
                     alone=chat is not None,
                     streamer=streamer,
+                    seen={} if sight is None else {"pixel_values": sight.pixels.to(device)},
                 )
                 for number in range(0, len(many), batch_size)
             ]
@@ -184,6 +190,7 @@ def _continue(
     ends: list[int],
     alone: bool,
     streamer: BaseStreamer | None,
+    seen: Mapping[str, torch.Tensor],
 ) -> list[str]:
     from transformers import GenerationConfig
     from transformers.modeling_outputs import BaseModelOutput
@@ -222,6 +229,7 @@ def _continue(
         synced_gpus=together,
         streamer=streamer,
         **encoded,
+        **seen,
     )
     if answers:
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in made]

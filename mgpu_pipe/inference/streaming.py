@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mgpu_pipe.models.fields import picture_shape
+from mgpu_pipe.models.fields import picture_shape, places_of
 from mgpu_pipe.models.plans import decoder_blocks
 
 if TYPE_CHECKING:
@@ -30,8 +30,14 @@ def probe(model: PreTrainedModel) -> Inputs:
         if not two_towers:
             return inputs
     text: Any = model.config.get_text_config()
-    tokens = min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
+    image = getattr(model.config, "image_token_id", None)
+    seen = 0 if image is None else places_of(model.config)
+    tokens = seen + min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
+    if image is not None:
+        ids[ids == image] = 0
+        ids[0, 1 : 1 + seen] = image
+        inputs["pixel_values"] = torch.randn(1, *picture_shape(model.config), generator=generator)
     return {
         **inputs,
         "input_ids": ids,

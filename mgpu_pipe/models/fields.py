@@ -20,6 +20,7 @@ from mgpu_pipe.families.config_source import (
     rope_parameter_names,
 )
 from mgpu_pipe.families.find import family_of
+from mgpu_pipe.families.pictures import picture_places
 from mgpu_pipe.models.folder import read_config_json
 
 SET_ELSEWHERE = {
@@ -39,6 +40,7 @@ MODEL_CLASSES = {
         "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
         "model of pictures and texts",
     ),
+    "AutoModelForImageTextToText": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "vision-language model"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
@@ -264,6 +266,13 @@ def picture_shape(config: Any) -> tuple[int, int, int]:
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return int(getattr(vision, "num_channels", 3)), int(height), int(width)
+
+
+def places_of(config: Any) -> int:
+    """Places in a text that a picture takes, of a vision-language model of that configuration."""
+    vision = config.vision_config
+    select = config.vision_feature_select_strategy
+    return picture_places(vision.model_type, picture_shape(config)[1], int(vision.patch_size), select)
 
 
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:

@@ -9,17 +9,23 @@ from torch import nn
 
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.model_parts import named as named_parts
+from mgpu_pipe.models.model_parts import never_used
 
 
 def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Freeze every parameter whose name one of ``patterns`` matches (``*``, ``?``, ``[...]``); their names.
+    """Freeze every parameter whose name one of ``patterns`` matches (``*``, ``?``, ``[...]``, or a part); their names.
+
+    Parameters that are never used are frozen too.
 
     Raises:
         ConfigError: a pattern that matches nothing, or nothing left to train.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    frozen = []
-    for pattern in patterns:
+    frozen = never_used(model)
+    for name in frozen:
+        named[name].requires_grad_(False)
+    for pattern in named_parts(model, patterns):
         matched = [name for name in named if fnmatchcase(name, pattern)]
         if not matched:
             close = nearest(pattern, list(named))

@@ -25,6 +25,8 @@ NOT_MATHEMATICS = {
     "attn_implementation",
     "_attn_implementation",
 }
+PICTURE = ("image_token_index", "image_seq_length")
+"""The token of a picture in a text, and how many of them one takes."""
 LISTED = 8
 
 
@@ -53,10 +55,13 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
 
 
 def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
-    """``model`` with what the data decided, as a checkpoint records it: names of classes, the end of a text."""
+    """``model`` with what the data decided, as a checkpoint records it: names of classes, the end of a text, the token
+    of a picture."""
     if not isinstance(saved, Mapping):
         return model
     decided: dict[str, Any] = {name: saved[name] for name in LABELS if name in saved}
+    if model.path is None:
+        decided.update({name: saved[name] for name in PICTURE if name in saved})
     own, recorded = model.config.get(TEXT), saved.get(TEXT)
     if model.path is None and isinstance(own, Mapping) and isinstance(recorded, Mapping):
         decided[TEXT] = {**own, **{name: recorded[name] for name in ("eos_token_id",) if name in recorded}}

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.conf_folders import OWN
 from mgpu_pipe.config.optimizer import ParameterGroup
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.peft import ALL_LINEAR, PeftConfig
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.families.parts import PARTS, PROJECTOR, parts_in
 from mgpu_pipe.planner.parameters import count_parameters
 from mgpu_pipe.report import numbers
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
@@ -62,6 +63,7 @@ def summary(
     return [
         ("model", _model(config)),
         *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
+        *([("parts", parts)] if (parts := _parts(config)) else []),
         ("data", _data(config, prepared)),
         ("strategy", _strategy(config, dims, hardware)),
         ("batch", _batch(config, plan)),
@@ -95,6 +97,22 @@ def _millions(count: int) -> str:
 def _adapters(peft: PeftConfig) -> str:
     also = f"; trained besides: {', '.join(peft.train_also)}" if peft.train_also else ""
     return f"{peft.name}, rank {peft.r}, scaled by {peft.scale:.3g}, beside {', '.join(peft.targets)}{also}"
+
+
+def _parts(config: RunConfig) -> str:
+    """How each part of a model of several is trained; what patterns of names say besides is told as they are."""
+    peft, found = config.peft, []
+    adapted = [part for part in PARTS if part in peft.targets or (ALL_LINEAR in peft.targets and part != PROJECTOR)]
+    for part in parts_in(model_fields(config)):
+        frozen = part in config.model.freeze or (peft.name != "none" and part not in peft.train_also)
+        how = peft.name if peft.name != "none" and part in adapted else "frozen" if frozen else "trained"
+        group = next((one for one in config.optimizer.groups.values() if part in one.parameters), None)
+        apart = f" ({_apart(group)})" if group is not None and how != "frozen" else ""
+        found.append(f"{part} {how}{apart}")
+    named = (config.model.freeze, peft.train_also, *(group.parameters for group in config.optimizer.groups.values()))
+    patterns = [pattern for several in named for pattern in several if pattern not in PARTS]
+    besides = f"; besides as said of {', '.join(patterns)}" if patterns and found else ""
+    return f"{', '.join(found)}{besides}"
 
 
 def _data(config: RunConfig, prepared: Prepared | None) -> str:

@@ -15,6 +15,7 @@ import torch
 from mgpu_pipe.config.optimizer import OptimizerConfig, ParameterGroup
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.model_parts import named as named_parts
 from mgpu_pipe.models.plans import decoder_blocks
 
 
@@ -42,14 +43,15 @@ def treatments(model: torch.nn.Module, config: OptimizerConfig) -> dict[str, Tre
         ConfigError: a pattern that matches no parameter, or a group that is left without one that is trained.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    for name, group in config.groups.items():
-        _check_patterns(name, group, list(named))
+    patterns = {name: named_parts(model, group.parameters) for name, group in config.groups.items()}
+    for name, several in patterns.items():
+        _check_patterns(name, several, list(named))
     factors = _layer_factors(model, config.layer_decay)
     found, used = {}, set()
     for parameter_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        chosen = _group_of(parameter_name, config.groups)
+        chosen = _group_of(parameter_name, patterns)
         group = ParameterGroup() if chosen is None else config.groups[chosen]
         used.add(chosen)
         decay = config.weight_decay if group.weight_decay is None else group.weight_decay
@@ -64,21 +66,21 @@ def treatments(model: torch.nn.Module, config: OptimizerConfig) -> dict[str, Tre
     return found
 
 
-def _check_patterns(name: str, group: ParameterGroup, names: Sequence[str]) -> None:
+def _check_patterns(name: str, patterns: Sequence[str], names: Sequence[str]) -> None:
     key = f"optimizer.groups.{name}.parameters"
-    if not group.parameters:
+    if not patterns:
         raise ConfigError(key, [], f"name some, such as [{names[0]}]", "the group names no parameter")
-    for pattern in group.parameters:
+    for pattern in patterns:
         if not any(fnmatchcase(parameter, pattern) for parameter in names):
             close = nearest(pattern, names)
             fix = f"did you mean {close}?" if close else f"use names like {names[0]}"
             raise ConfigError(key, pattern, fix, "matches no parameter of the model")
 
 
-def _group_of(parameter: str, groups: Mapping[str, ParameterGroup]) -> str | None:
-    """The first group that names it."""
-    for name, group in groups.items():
-        if any(fnmatchcase(parameter, pattern) for pattern in group.parameters):
+def _group_of(parameter: str, groups: Mapping[str, Sequence[str]]) -> str | None:
+    """The first group, of those with these patterns, that names it."""
+    for name, patterns in groups.items():
+        if any(fnmatchcase(parameter, pattern) for pattern in patterns):
             return name
     return None
 

@@ -48,7 +48,9 @@ STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_hea
 TOWERS = ("text_config", "vision_config")
 PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
-TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+PATCHES_IN_TEXT = 2
+"""Patches across a picture that stands among text."""
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index")
 
 
 def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: int = 1) -> ModelConfig:
@@ -87,9 +89,15 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
         wanted["projection_dim"] = min(fields["projection_dim"], WIDTH)
     changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
     for name in TOWERS:
-        tower = f"{model_type}_{name.removesuffix('_config')}_model"
+        part = dict(given.get(name) or {})
+        own_type = part.pop("model_type", None)
+        tower = own_type or f"{model_type}_{name.removesuffix('_config')}_model"
         if name in known.names and config_class(tower):
-            changed[name] = shrink_model(ModelConfig(type=tower, config=given.get(name) or {}), dims, seq_len).config
+            small = shrink_model(ModelConfig(type=tower, config=part), dims, seq_len).config
+            changed[name] = {**small, "model_type": own_type} if own_type else small
+    if "image_token_index" in known.names:  # several pictures fit into a row
+        vision = changed["vision_config"]
+        vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(

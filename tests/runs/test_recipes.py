@@ -15,6 +15,7 @@ RECIPES = {
     "llama3_8b_lora_8gpu": ("trainer.devices=2",),
     "llama3_70b_qlora_8gpu": ("trainer.devices=2",),
     "llama3_70b_megatron": (*EIGHT, "strategy.tp=2", "strategy.pp=2"),
+    "llava15_7b_stage2_fsdp": ("trainer.devices=2",),
     "qwen3_30b_a3b_sft_ep": ("trainer.num_nodes=1", "trainer.devices=4", "strategy.ep=2"),
     "qwen3_8b_sft_fsdp": ("trainer.devices=4",),
 }

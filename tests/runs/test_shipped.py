@@ -20,10 +20,13 @@ TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
 
 OBJECTIVES = {
     **{"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"},
-    **{"vit_tiny": "image_classification", "clip_tiny": "contrastive"},
+    **{"vit_tiny": "image_classification", "clip_tiny": "contrastive", "llava_tiny": "vision_language"},
 }
-DATA = {"t5_tiny": "number_words", "vit_tiny": "digits", "clip_tiny": "captioned_digits"}
-CLASSES = {"vit_tiny": 10, "clip_tiny": 8}
+DATA = {
+    **{"t5_tiny": "number_words", "vit_tiny": "digits"},
+    **{"clip_tiny": "captioned_digits", "llava_tiny": "digit_questions"},
+}
+CLASSES = {"vit_tiny": 10, "clip_tiny": 8, "llava_tiny": 384}
 
 
 def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -39,6 +42,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "clip_tiny",
         "gpt2_tiny",
         "llama_tiny",
+        "llava_tiny",
         "mixtral_tiny",
         "qwen3_tiny",
         "t5_tiny",
@@ -58,7 +62,7 @@ def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Pa
         "trainer.devices=2",
         "trainer.max_steps=2",
         "logger=none",
-        "data.seq_len=32",
+        f"data.seq_len={64 if model == 'llava_tiny' else 32}",
         "data.global_batch_size=8",
         f"data.cache_dir={cache}",
         "data.validation_max_samples=8",
@@ -70,8 +74,11 @@ def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Pa
     for summary in run_processes(2, two_steps, str(tmp_path), overrides):
         assert summary["status"] == "finished" and summary["step"] == 2
         # Random tokens and weights: the loss starts at the logarithm of the vocabulary, and half the logits' variance
-        # above it, which is 1 in T5's initial weights and nearly 0 in the others'.
-        # CLIP's temperature multiplies what two steps changed by 14.
-        start, spread = math.log(CLASSES.get(model, 1024)) + 0.5 * (model == "t5_tiny"), 1 if "clip" in model else 0.5
+        # above it, which is 1 in T5's and LLaVA's initial weights and nearly 0 in the others'.
+        # CLIP's temperature multiplies what two steps changed by 14; LLaVA's answers all end alike, soon learnt.
+        start, spread = (
+            math.log(CLASSES.get(model, 1024)) + 0.5 * (model in ("t5_tiny", "llava_tiny")),
+            {"clip_tiny": 1.0, "llava_tiny": 1.5}.get(model, 0.5),
+        )
         assert abs(summary["metrics"]["val/loss"] - start) < spread
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.chat_rows import QUESTIONS, first_rows
 from mgpu_pipe.data.image.decode import pillow
-from mgpu_pipe.data.image.keys import ImageConfig
+from mgpu_pipe.data.image.keys import ImageConfig, PictureChatConfig
 from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.image.sources import DIGITS, digits_file, entries
+from mgpu_pipe.data.text.chat_templates import check_chat
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 
@@ -16,15 +20,38 @@ def check_pictures(config: RunConfig) -> None:
     Raises:
         ConfigErrors: the errors found.
     """
-    data, errors = config.data, list[BadInputError]()
+    data = config.data
     assert isinstance(data, ImageConfig)
-    checks = [pillow, lambda: Pixels.of(data, config.model)]
+    checks: list[Callable[[], object]] = [pillow, lambda: Pixels.of(data, config.model)]
     if data.source in DIGITS:
         checks.append(digits_file)
     else:
         checks.append(lambda: entries(data, data.paths, "data.paths"))
         if data.validation_paths:
             checks.append(lambda: entries(data, data.validation_paths, "data.validation_paths"))
+    _raise_all(checks)
+
+
+def check_picture_chats(config: RunConfig) -> None:
+    """The same, and conversations have as many places as pictures, and the chat template takes them.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    data = config.data
+    assert isinstance(data, PictureChatConfig)
+    checks: list[Callable[[], object]] = [pillow, lambda: Pixels.of(data, config.model)]
+    if data.source == QUESTIONS:
+        checks.append(digits_file)
+    elif data.paths:
+        checks.append(lambda: check_chat(config, first_rows(data, data.paths, "data.paths")))
+        if data.validation_paths:
+            checks.append(lambda: first_rows(data, data.validation_paths, "data.validation_paths"))
+    _raise_all(checks)
+
+
+def _raise_all(checks: Sequence[Callable[[], object]]) -> None:
+    errors = list[BadInputError]()
     for check in checks:
         try:
             check()

@@ -26,6 +26,30 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.image.prepare import PreparedImages
 
 
+class StoredPictures:
+    """Pictures that were looked through.
+
+    Args:
+        folder: of the cache; see :mod:`mgpu_pipe.data.image.prepare`.
+        channels: of the model.
+    """
+
+    def __init__(self, folder: Path, channels: int) -> None:
+        self._channels, self._pixels = channels, None
+        if (folder / "pixels.npy").is_file():
+            self._pixels = load_array(folder / "pixels.npy")
+        else:
+            self._files = json.loads((folder / FILES).read_text(encoding="utf-8"))
+
+    def picture(self, place: int) -> Image:
+        """That of a place in the folder, in the model's channels."""
+        if self._pixels is not None:
+            image: Image = pillow()[0].fromarray(np.ascontiguousarray(self._pixels[place]))
+            return image.convert(MODES[self._channels])
+        known = Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place]))
+        return read_picture(Path(self._files["paths"][place]), known, self._channels)
+
+
 class LabelledImages(ArrayData):
     """One split. A sample is ``pixel_values``, float32 of shape (channels, size, size), and ``labels``, int64."""
 
@@ -35,11 +59,7 @@ class LabelledImages(ArrayData):
         self._data, self._pixels = config.data, Pixels.of(config.data, config.model)
         self._digest = prepared.digest if split == "train" else prepared.validation_digest
         self._pictures, self._labels = prepared.pictures(split), prepared.labels(split)
-        folder, self._stored = prepared.folder_of(split), None
-        if (folder / "pixels.npy").is_file():
-            self._stored = load_array(folder / "pixels.npy")
-        else:
-            self._files = json.loads((folder / FILES).read_text(encoding="utf-8"))
+        self._stored = StoredPictures(prepared.folder_of(split), self._pixels.channels)
 
     @property
     def digest(self) -> str:
@@ -58,9 +78,4 @@ class LabelledImages(ArrayData):
 
     def picture(self, index: int) -> Image:
         """As it is stored, in the model's channels."""
-        place, channels = int(self._pictures[index]), self._pixels.channels
-        if self._stored is not None:
-            image: Image = pillow()[0].fromarray(np.ascontiguousarray(self._stored[place])).convert(MODES[channels])
-            return image
-        known = Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place]))
-        return read_picture(Path(self._files["paths"][place]), known, channels)
+        return self._stored.picture(int(self._pictures[index]))

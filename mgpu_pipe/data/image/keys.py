@@ -52,3 +52,16 @@ class CaptionConfig(ImageConfig):
 
     def sample_text(self) -> str:
         return f"{super().sample_text()} with captions of {self.seq_len} tokens"
+
+
+@dataclass
+class PictureChatConfig(ImageConfig):
+    image_column: str = "images"
+    """Name of the field with the paths of a conversation's pictures, seen from its list's folder; without it image is
+    looked at (picture_chats)."""
+
+    def sample_text(self) -> str:
+        return f"conversations of {self.seq_len} tokens with {super().sample_text()}"
+
+    def tokens(self) -> int:
+        return self.seq_len

@@ -51,10 +51,10 @@ class Pixels:
             ConfigError: the model says no size and ``data.image_size`` neither, or they are two; a model of other than
                 1 or 3 channels; as many means or deviations as there are channels are not given.
         """
-        channels = _whole(_of_vision(model, "num_channels"), 3)
+        channels = _whole(of_vision(model, "num_channels"), 3)
         if channels not in MODES:
             raise ConfigError("model.config.num_channels", channels, "use 1 or 3", "pictures are grey or RGB")
-        own = _of_vision(model, "image_size")
+        own = of_vision(model, "image_size")
         size = _whole(own, 0) if data.image_size == "auto" else data.image_size
         if not size:
             raise ConfigError("data.image_size", "auto", "give the pictures' height in pixels", "the model has none")
@@ -115,14 +115,15 @@ def _crop(size: tuple[int, int], least: float, drawn: NDArray[np.float64]) -> tu
     return left, top, left + across, top + down
 
 
-def _of_vision(model: ModelConfig, name: str) -> Any:
+def of_vision(model: ModelConfig, name: str) -> Any:
     """A field of the model's configuration, or of its image tower's."""
     own = None
     for one in (model, replace(model, config={})):  # what is given for a tower stands over its folder's
         nested = model_field(one, "vision_config")
         own = nested.get(name) if own is None and isinstance(nested, dict) else own
     own = model_field(model, name) if own is None else own
-    known = config_class(model.type) if own is None and model.type else None
+    kind = model.type if name == "model_type" else of_vision(model, "model_type") or model.type
+    known = config_class(str(kind)) if own is None and kind else None
     usual = known.defaults.get(name, NO_DEFAULT) if known else NO_DEFAULT
     return own if usual is NO_DEFAULT else usual
 

@@ -202,7 +202,7 @@ def looked_through(config: RunConfig, progress: Progress | None) -> Found:
         if data.validation_paths:
             held = _known(data, data.validation_paths, "data.validation_paths", pixels.channels, cache, told)
     manifests = [read_manifest(one) or {} for one in dict.fromkeys((folder, held))]
-    _say([(path, reason) for one in manifests for path, reason in one["bad"]], data.on_bad_sample)
+    say_bad([(path, reason) for one in manifests for path, reason in one["bad"]], data.on_bad_sample)
     return Found(folder, held, manifests, (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop))
 
 
@@ -230,7 +230,12 @@ def counted(known: Images, config: RunConfig, seen: tuple[object, ...], found: F
     )
 
 
-def _say(bad: Sequence[tuple[str, str]], on_bad_sample: str) -> None:
+def say_bad(bad: Sequence[tuple[str, str]], on_bad_sample: str) -> None:
+    """Name pictures that cannot be used, and why.
+
+    Raises:
+        DataError: ``data.on_bad_sample=stop``.
+    """
     if not bad:
         return
     lines = [f"{path} {reason}" for path, reason in bad[:NAMED]]
@@ -252,23 +257,29 @@ def _names(folder: Path) -> list[str]:
 def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cache: Path, progress: Progress) -> Path:
     """The folder in the cache of what is known of some pictures, made if it is not there."""
     if data.source in DIGITS:
-        file = digits_file()
-        content = digest_of(DIGITS[0], hash_blocks(file))
-        build = partial(_build_digits, file, content)
-        name = content
-    else:
-        listed = entries(data, patterns, key)
-        empty = {one.path for one in listed if not one.path.stat().st_size}
-        prints = fingerprints(sorted({one.path for one in listed} - empty), cache, progress)
-        files = [
-            [str(one.path.absolute()), one.label, prints[one.path].digest if one.path in prints else ""]
-            for one in listed
-        ]
-        content = digest_of("images", [entry[1:] for entry in files])
-        name = digest_of(_FORMAT, channels, files)
-        build = partial(_build_files, data, listed, prints, channels, content, progress)
-    folder = cache / "images" / name
-    build_once(folder, build)
+        return known_digits(cache)
+    return known_files(data, entries(data, patterns, key), channels, cache, progress)
+
+
+def known_digits(cache: Path) -> Path:
+    """That of scikit-learn's digits."""
+    file = digits_file()
+    content = digest_of(DIGITS[0], hash_blocks(file))
+    folder = cache / "images" / content
+    build_once(folder, partial(_build_digits, file, content))
+    return folder
+
+
+def known_files(data: ImageConfig, listed: Sequence[Entry], channels: int, cache: Path, progress: Progress) -> Path:
+    """That of files, in their order, the bad ones left out and named in the manifest."""
+    empty = {one.path for one in listed if not one.path.stat().st_size}
+    prints = fingerprints(sorted({one.path for one in listed} - empty), cache, progress)
+    files = [
+        [str(one.path.absolute()), one.label, prints[one.path].digest if one.path in prints else ""] for one in listed
+    ]
+    content = digest_of("images", [entry[1:] for entry in files])
+    folder = cache / "images" / digest_of(_FORMAT, channels, files)
+    build_once(folder, partial(_build_files, data, listed, prints, channels, content, progress))
     return folder
 
 

@@ -20,7 +20,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from mgpu_pipe.data.files import check_unicode, json_row
-from mgpu_pipe.data.text.conversations import CLOSE, OPEN, is_trained, messages_of
+from mgpu_pipe.data.text.conversations import CLOSE, OPEN, as_parts, is_trained, messages_of
 from mgpu_pipe.data.text.preference_row import preference_of
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
 from mgpu_pipe.errors import BadInputError, DataError
@@ -30,6 +30,8 @@ TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "name")
 """What of a message may be written."""
 SEEN = "\ufdd2"
 """A Unicode noncharacter: shows whether a content is rendered."""
+_TYPE = re.compile(r"""['"]type['"]|\.type\b""")
+"""In a template that asks for the kind of a content's parts."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -86,6 +88,8 @@ class ChatTemplate:
             self._template = environment.from_string(self.source)
         self.odd, self.first_odd = 0, ""
         self._marks_generation = bool(_GENERATION.search(self.source))
+        self._takes_parts = False
+        self._takes_parts = bool(_TYPE.search(self.source)) and not self._writes(SEEN) and self._writes(as_parts(SEEN))
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
         """The text of ``messages``; with ``prompt``, followed by the beginning of an assistant's turn.
@@ -94,12 +98,22 @@ class ChatTemplate:
             TemplateError: the template refuses these messages.
             Exception: whatever else it does wrong; see ``template_limits.limited``.
         """
+        if self._takes_parts:
+            messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
         text = self._template.render(
             messages=messages, tools=tools, add_generation_prompt=prompt, **self.special_tokens
         )
         if len(text) > LARGEST_VALUE:
             raise TemplateLimit(f"gives {len(text):,} characters")
         return text
+
+    def _writes(self, content: object) -> bool:
+        """Whether a message with this content, which holds :data:`SEEN`, is written."""
+        try:
+            with limited():
+                return SEEN in self.render([{"role": "user", "content": content}])
+        except Exception:  # it may want other roles, or tools
+            return False
 
     def conversation(
         self, line: str, origin: str, column: str, form: str = "auto", rendered_before: bool = False

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.hub import DATA
+from mgpu_pipe.config.plugins import PICTURE_CHAT_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
 from mgpu_pipe.errors import ConfigError
 
@@ -46,9 +48,10 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
     chosen = config.data.chat_template
     if chosen is None:
         return None
+    place = (PLACE,) if config.data.source in PICTURE_CHAT_SOURCES else ()
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
-        return ChosenTemplate(path.read_text(encoding="utf-8"), SPECIAL[chosen])
+        return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))
     path = Path(chosen).expanduser()
     close = nearest(chosen, list(SPECIAL))
     fix = f"did you mean {close}?" if close else f"give a Jinja file, or one of {', '.join(SPECIAL)}"
@@ -63,7 +66,7 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
     if len(raw) > LARGEST_TEMPLATE:
         raise ConfigError("data.chat_template", chosen, "give a chat template", "is larger than 1 MiB")
     compiled(config, text)
-    return ChosenTemplate(text)
+    return ChosenTemplate(text, place)
 
 
 def compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTemplate:
@@ -104,8 +107,11 @@ def no_template(config: RunConfig) -> ConfigError:
     )
 
 
-def check_chat(config: RunConfig) -> None:
+def check_chat(config: RunConfig, first: tuple[str, str] | None = None) -> None:
     """Refuse a chat template that is missing, broken, or cannot render the first conversation within its limits.
+
+    Args:
+        first: that conversation as a line of JSON, and where it stands; None: the first line of ``data.paths``.
 
     Raises:
         ConfigError, DataError, ModelFolderError: what is wrong.
@@ -117,10 +123,12 @@ def check_chat(config: RunConfig) -> None:
     if text is None:
         raise no_template(config)
     template = compiled(config, text, tokenizer_file.parent if tokenizer_file is not None else None)
-    if config.data.paths[0].startswith(DATA):
-        return  # looked into once it is fetched
-    first = files.expand_paths(config.data.paths, "data.paths")[0]
-    line, origin, _ = next(files.read_lines(first))
+    if first is None:
+        if config.data.paths[0].startswith(DATA):
+            return  # looked into once it is fetched
+        line, origin, _ = next(files.read_lines(files.expand_paths(config.data.paths, "data.paths")[0]))
+    else:
+        line, origin = first
     if config.data.source == "preferences_jsonl":
         template.preference(line, origin, config.data.messages_column)
     else:

@@ -10,6 +10,8 @@ from typing import Any
 from mgpu_pipe.data.files import missing_column
 from mgpu_pipe.errors import DataError
 
+PLACE = "<image>"
+"""The token that stands for a picture in a conversation."""
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Unicode noncharacters, which no text contains: they mark places in a rendering."""
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
@@ -130,3 +132,15 @@ def _joined(parts: list[object], number: int, origin: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"{origin}: the content of message {number} has a part that is no text; leave it out")
     return "".join(str(text) for text in texts)
+
+
+def as_parts(content: object) -> object:
+    """A text as the list of its texts and pictures, which templates of vision-language models take."""
+    if not isinstance(content, str):
+        return content
+    first, *rest = content.split(PLACE)
+    texts = [first, *(text.strip("\n") for text in rest)]
+    several = [
+        [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] for number, text in enumerate(texts)
+    ]
+    return [part for parts in several for part in parts if part.get("text") != "" or len(texts) == 1]

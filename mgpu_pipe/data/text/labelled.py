@@ -62,7 +62,7 @@ class PreparedLabelled(PreparedRows):
         numbers = np.array([class_number(name, self.classes) for name in _names(folder)], np.int64)
         return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
 
-    def samples(self, split: Split, reopen: Callable[[], Any]) -> LabelledSamples:
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> LabelledSamples:
         from mgpu_pipe.data.text.labelled_samples import LabelledSamples
 
         return LabelledSamples(self, split, reopen)

@@ -35,7 +35,7 @@ class PreparedPairs(PreparedRows):
     num_tokens: int
     """Tokens of both splits, end-of-sequence tokens included."""
 
-    def samples(self, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.text.pair_samples import PairSamples
 
         store = TokenStore.open(self.folder_of(split))

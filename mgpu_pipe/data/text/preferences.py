@@ -43,7 +43,7 @@ class PreparedPreferences(PreparedRows):
     long_pairs: int
     """Left out, as they are longer than ``seq_len``."""
 
-    def samples(self, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.text.preference_samples import PreferenceSamples
 
         store, documents = TokenStore.open(self.folder_of(split)), self.documents(split)

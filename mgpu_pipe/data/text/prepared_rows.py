@@ -49,13 +49,13 @@ class PreparedRows(Prepared):
     unigram_perplexity: float | None = None
 
     @abstractmethod
-    def samples(self, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         """The samples of a split that holds some; ``reopen`` opens them in another process."""
 
     def open(self, config: RunConfig, split: Split) -> SampleSet:
         if split == "validation" and not self.held_out_samples:
             raise ValueError("this data holds nothing out")
-        return self.samples(split, partial(self.open, config, split))
+        return self.samples(config, split, partial(self.open, config, split))
 
     def folder_of(self, split: Split) -> Path:
         return self.folder if split == "train" else self.held_out_folder

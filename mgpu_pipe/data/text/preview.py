@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,9 @@ def parts_of(
         return [_labelled(tokenizer, batch, row, prepared) for row in range(len(indices))]
     if isinstance(prepared, PreparedPairs):
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
+    if prepared.kind == "picture_chats":
+        rows = [_pictured(batch, row, prepared) for row in range(len(indices))]
+        return [_packed(tokenizer, one, 0, True) for one in rows]
     return [_packed(tokenizer, batch, row, causal) for row in range(len(indices))]
 
 
@@ -108,6 +111,18 @@ def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, c
         shown = labels[first:end] if not causal and trained[first] else ids[first:end]
         parts.append(Part(_text(tokenizer, shown), bool(trained[first]), bool(begins[first])))
     return parts
+
+
+def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
+    """A conversation as a packed row, each of its pictures one token, and its padding a document of its own."""
+    ids = batch["input_ids"][row]
+    pictures = ids == prepared.image_token_id
+    kept = ~pictures | ((pictures.cumsum(0) - 1) % prepared.tokens_a_picture == 0)
+    ids, labels = ids[kept], batch["labels"][row][kept]
+    end = int((ids != prepared.padding_token_id).nonzero()[-1]) + 2  # its own end is the padding's token too
+    positions = pictures.new_ones(len(ids)).cumsum(0) - 1
+    positions[end:] -= end
+    return {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
 
 
 def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:

@@ -20,6 +20,7 @@ from mgpu_pipe.config.plugins import (
     DATA_SOURCES,
     FILE_SOURCES,
     IMAGE_SOURCES,
+    PICTURE_CHAT_SOURCES,
     load,
     registered,
 )
@@ -43,7 +44,7 @@ MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
     "spoken_preferences": ("preferences", 1),
 }
 """Sources made of ``data.numbers`` by a rule: what their documents are, and how many each number gives."""
-READ_NO_PATHS = ("stdlib_text", *MADE, *RULES, "mixture", "synthetic", "digits")
+READ_NO_PATHS = ("stdlib_text", *MADE, *RULES, "mixture", "synthetic", "digits", "digit_questions")
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
@@ -106,6 +107,10 @@ def check_sources(config: RunConfig) -> None:
         from mgpu_pipe.data.image.check import check_pictures
 
         checks.append(lambda: check_pictures(config))
+    elif data.source in PICTURE_CHAT_SOURCES:
+        from mgpu_pipe.data.image.check import check_picture_chats
+
+        checks.append(lambda: check_picture_chats(config))
     elif data.source in FILE_SOURCES:
         checks.append(lambda: _check_files(data, data.paths, "data.paths"))
         if data.validation_paths:

@@ -11,19 +11,20 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.peft import ALL_LINEAR, PeftConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.dora import MAGNITUDE, DoraConv1D, DoraLinear
 from mgpu_pipe.models.adapters.experts import adapted_class, packs_experts
 from mgpu_pipe.models.adapters.low_rank import A, Adapted, B, LoraConv1D, LoraLayer, LoraLinear
 from mgpu_pipe.models.adapters.qlora import QUANTISED, quantise_module
+from mgpu_pipe.models.model_parts import named as named_parts
+from mgpu_pipe.models.model_parts import never_used, part_patterns
 from mgpu_pipe.models.plans import decoder_blocks
 
 ADAPTER_NAMES = (A, B, MAGNITUDE)
 ADAPTER = "mgpu_adapter"
 """The attribute of a model's root module that holds the keys of its adapters."""
-ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 """The target that is the packed weights of experts."""
 ROUTERS = ("gate", "router")
@@ -53,7 +54,7 @@ def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
     for name, layer in _targets(model, keys):
         _adapt(name, layer, keys)
     named = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in keys.train_also:
+    for pattern in named_parts(model, keys.train_also):
         for name in _matching("peft.train_also", pattern, list(named)):
             named[name].requires_grad_(True)
     if keys.name == "qlora":
@@ -111,6 +112,7 @@ def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
     in_blocks = _block_linears(model)
     linear = [name for name, module in modules.items() if type(module) in LINEAR]
     chosen: dict[str, nn.Module] = {}
+    parts = part_patterns(model)
     for pattern in keys.targets:
         if pattern == ALL_LINEAR:
             matched = list(in_blocks)
@@ -120,6 +122,9 @@ def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
                 raise ConfigError("peft.targets", EXPERTS, "leave it out", "the model has no packed weights of experts")
             if keys.name == "dora":
                 raise ConfigError("peft.targets", EXPERTS, "use peft=lora", "DoRA is for single layers")
+        elif pattern in parts:
+            inside = [name for name in linear if any(fnmatchcase(name, one) for one in parts[pattern])]
+            matched = [name for name in inside if name in in_blocks] or inside
         else:
             matched = _matching("peft.targets", pattern, linear)
         chosen.update({name: modules[name] for name in matched})
@@ -129,12 +134,16 @@ def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
 
 
 def _block_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers of the blocks, adapted or not, but for routers."""
+    """The linear layers of the blocks, adapted or not, but for routers and what is never used."""
+    idle = {id(model.get_submodule(name.rpartition(".")[0])) for name in never_used(model)}
     inside = {id(part) for block in decoder_blocks(model) for part in block.modules()}
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) in QUANTISED and id(module) in inside and name.rpartition(".")[2] not in ROUTERS
+        if type(module) in QUANTISED
+        and id(module) in inside
+        and name.rpartition(".")[2] not in ROUTERS
+        and id(module) not in idle
     }
 
 

@@ -1,0 +1,133 @@
+"""Rows of conversations with pictures: the usual forms of messages, and in them a place for each picture. No torch.
+
+A place is the text ``<image>`` in what is said to the assistant, as LLaVA's rows have it, or a part ``{"type":
+"image"}`` of a message's content, as transformers' and OpenAI's have it. The pictures are named by the parts
+themselves, or by a column, in the order of their places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.data import files
+from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.text.conversations import PLACE, SHAREGPT, messages_of
+from mgpu_pipe.errors import DataError
+
+QUESTIONS = "digit_questions"
+"""The source that needs no files."""
+COLUMN = "messages"
+"""Of :attr:`ChatRow.text`."""
+ALSO = "image"
+"""The column that LLaVA's rows name their picture in."""
+NAMES = ("image", "path", "url", "image_url")
+"""What names the picture of a part."""
+LOOKED_AT = 1000
+"""Rows that are looked at before a run."""
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """A conversation.
+
+    Attributes:
+        text: a JSON object with its messages, each place a ``<image>`` in them.
+        pictures: their files, in the order of the places.
+        origin: where it stands.
+        size: its share of the progress.
+    """
+
+    text: str
+    pictures: tuple[Path, ...]
+    origin: str
+    size: int
+
+    @property
+    def key(self) -> str:
+        """What the held-out split goes by: conversations about the same pictures stay on one side."""
+        return "\0".join(map(str, self.pictures)) or self.text
+
+
+def first_rows(data: PictureChatConfig, patterns: Sequence[str], key: str) -> tuple[str, str]:
+    """Look at the first rows of each file; the first one, and where it stands.
+
+    Raises:
+        ConfigError, DataError: as :func:`rows_of`.
+    """
+    looked = [list(islice(rows_of(data, path), LOOKED_AT)) for path in files.expand_paths(patterns, key)]
+    return looked[0][0].text, looked[0][0].origin
+
+
+def rows_of(data: PictureChatConfig, path: Path, expected: Fingerprint | None = None) -> Iterator[ChatRow]:
+    """The rows of a file of JSON lines.
+
+    Raises:
+        DataError: a row that is broken, that names a file that is not there, or has not as many places as pictures.
+    """
+    for line, origin, size in files.read_lines(path, expected):
+        row = files.json_row(line, origin, data.messages_column, data.image_column)
+        text, named = conversation_of(row, origin, data)
+        pictures = tuple(path.parent / name for name in named)
+        for picture in pictures:
+            if not picture.is_file():
+                raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
+        yield ChatRow(text, pictures, origin, size)
+
+
+def conversation_of(row: dict[str, Any], origin: str, data: PictureChatConfig) -> tuple[str, list[str]]:
+    """The messages of a row as JSON, and the names of its pictures."""
+    in_parts: list[str | None] = []
+    for column in (data.messages_column, SHAREGPT, "prompt", "completion"):
+        if isinstance(row.get(column), list):
+            row[column] = [_with_places(message, in_parts, origin) for message in row[column]]
+    messages = messages_of(row, origin, data.messages_column, data.format)
+    said = [str(message.get("content") or "") for message in messages if message["role"] == "assistant"]
+    if any(PLACE in text for text in said):
+        raise DataError(f"{origin}: the assistant says {PLACE}; pictures stand in what is said to it; {files.FIX}")
+    places = sum(str(message.get("content") or "").count(PLACE) for message in messages)
+    named = _named(row, in_parts, origin, data.image_column)
+    if len(named) != places:
+        fix = f"write {PLACE} where each belongs, and name each in column '{data.image_column}'"
+        raise DataError(f"{origin}: has {len(named)} pictures, and places for {places}; {fix}")
+    tools = {"tools": row["tools"]} if row.get("tools") else {}
+    return json.dumps({COLUMN: messages, **tools}, ensure_ascii=False), named
+
+
+def _with_places(message: object, named: list[str | None], origin: str) -> object:
+    """``message`` with a place for each of its content's parts that is a picture; what they name goes to ``named``."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = []
+    for part in message["content"]:
+        if isinstance(part, dict) and part.get("type") in ("image", "image_url"):
+            name = next((part[one] for one in NAMES if part.get(one) is not None), None)
+            name = name.get("url") if isinstance(name, dict) else name
+            named.append(None if name is None else _path(name, origin))
+            part = {"type": "text", "text": PLACE}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _named(row: dict[str, Any], in_parts: list[str | None], origin: str, column: str) -> list[str]:
+    own = [name for name in in_parts if name is not None]
+    given = row.get(column, row.get(ALSO))
+    if own and (len(own) < len(in_parts) or given):
+        raise DataError(f"{origin}: some pictures are named in messages and some are not; name all in one way")
+    listed = given if isinstance(given, list) else [] if given is None else [given]
+    return own or [_path(name, origin) for name in listed]
+
+
+def _path(name: object, origin: str) -> str:
+    if isinstance(name, dict):
+        name = name.get("path")
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise DataError(f"{origin}: the picture is {name!r}, not a path; {files.FIX}")
+    if name.startswith(("data:", "http:", "https:")):
+        raise DataError(f"{origin}: the picture is {name[:40]!r}, not a path; save it to a file, and name that")
+    return name.removeprefix("file://")

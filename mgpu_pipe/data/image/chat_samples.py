@@ -1,0 +1,90 @@
+"""Conversations with pictures as tensors: one row a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.chats import PreparedPictureChats
+from mgpu_pipe.data.image.dataset import StoredPictures
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.pixels import Pixels
+from mgpu_pipe.data.samples import SampleSet, Split, random_of
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.encode import TRAINED
+from mgpu_pipe.data.text.token_store import TokenStore
+
+
+class PictureChatSamples:
+    """One split of conversations with pictures, a :class:`mgpu_pipe.data.samples.SampleSet`.
+
+    Args:
+        reopen: gives the same samples in another process; it can be pickled.
+    """
+
+    def __init__(
+        self, config: RunConfig, prepared: PreparedPictureChats, split: Split, reopen: Callable[[], SampleSet]
+    ) -> None:
+        assert isinstance(config.data, PictureChatConfig)
+        self._config, self._data, self._known, self._reopen = config, config.data, prepared, reopen
+        self._pixels, self._trains = Pixels.of(config.data, config.model), split == "train"
+        self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
+        store, documents = TokenStore.open(prepared.folder_of(split)), prepared.documents(split)
+        assert store.loss_mask is not None
+        self._tokens, self._mask = store.tokens, store.loss_mask
+        self._start, self._end = store.offsets[documents], store.offsets[documents + 1]
+        offsets, self._pictures = prepared.shown_in(split)
+        self._first, self._last = offsets[documents], offsets[documents + 1]
+        self._length = self._end - self._start + (self._last - self._first) * (prepared.tokens_a_picture - 1)
+        counted = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
+        self._units = counted[self._end] - counted[np.minimum(self._start + 1, self._end)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the files itself."""
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return int(self._units[indices].sum())
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self._known.seq_len
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.positions(indices) - int(self._length[indices].sum())
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """The conversations ``indices``, as :mod:`mgpu_pipe.objectives.vision_language` describes them."""
+        ids = np.full((len(indices), self._known.seq_len + 1), self._known.padding_token_id, np.int64)
+        labels = np.full_like(ids, IGNORE_INDEX)
+        counts = self._last[indices] - self._first[indices]
+        side = (self._pixels.channels, self._pixels.size, self._pixels.size)
+        pixels = np.zeros((len(indices), int(counts.max()), *side), np.float32)
+        for row, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
+            self._fill(index, ids[row], labels[row])
+            random = random_of(self._config.seed, number)
+            for at, place in enumerate(self._pictures[self._first[index] : self._last[index]]):
+                image = self._stored.picture(int(place))
+                changed = (
+                    self._pixels.changed(image, self._data, random) if self._trains else self._pixels.fitted(image)
+                )
+                pixels[row, at] = self._pixels.array(changed)
+        arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:], "pictures": counts, "pixel_values": pixels}
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
+
+    def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+        """Tokens and labels of a conversation, each picture's token as often as there are places for it."""
+        piece = slice(int(self._start[index]), int(self._end[index]))
+        tokens = self._tokens[piece].astype(np.int64)
+        often = np.where(tokens == self._known.image_token_id, self._known.tokens_a_picture, 1)
+        length = int(often.sum())
+        ids[:length] = np.repeat(tokens, often)
+        trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
+        labels[:length][trained] = ids[:length][trained]

@@ -1,0 +1,58 @@
+"""The files by which transformers makes a vision-language model's inputs, beside its weights.
+
+They are plain JSON, written without the processors themselves, some of which want torchvision to be built.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.pixels import Pixels
+from mgpu_pipe.data.text.conversations import PLACE
+from mgpu_pipe.families.pictures import WITHOUT_SUMMARY
+from mgpu_pipe.inference.load import StoredModel
+
+PICTURES, ALL = "preprocessor_config.json", "processor_config.json"
+BILINEAR = 2
+"""Pillow's number."""
+
+
+def write_processor(stored: StoredModel, out: Path) -> None:
+    """Write what prepares pictures as the run did, or copy the files of the folder that the model was made from."""
+    if stored.maker is not None:
+        for name in (PICTURES, ALL):
+            if (stored.maker / name).is_file():
+                shutil.copyfile(stored.maker / name, out / name)
+        return
+    if stored.config is None or not isinstance(stored.config.data, PictureChatConfig):
+        return
+    pixels, model = Pixels.of(stored.config.data, stored.config.model), stored.model.config
+    side, vision = {"height": pixels.size, "width": pixels.size}, model.vision_config
+    crops = pixels.fit == "crop"
+    pictures = {
+        "image_processor_type": "LlavaImageProcessor",
+        "size": {"shortest_edge": pixels.size} if crops else side,
+        "crop_size": side,
+        "do_center_crop": crops,
+        "resample": BILINEAR,
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+        "do_convert_rgb": pixels.channels == 3,
+    }
+    whole = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": vision.patch_size,
+        "vision_feature_select_strategy": model.vision_feature_select_strategy,
+        "image_token": PLACE,
+        "num_additional_image_tokens": int(vision.model_type not in WITHOUT_SUMMARY),
+    }
+    for name, content in ((PICTURES, pictures), (ALL, whole)):
+        _write(out / name, content)
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

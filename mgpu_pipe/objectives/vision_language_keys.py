@@ -1,0 +1,65 @@
+"""What code without torch knows of answering questions about pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import Self
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+
+TOWERS = ("clip_vision_model", "siglip_vision_model")
+"""Kinds of a model's part that sees, whose pictures take an equal number of places each."""
+
+
+@dataclass
+class VisionLanguageConfig(ObjectiveConfig):
+    name: str = "vision_language"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
+
+    def shrunk(self, tokens: int) -> Self:
+        return replace(self, loss_chunk_tokens=0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5))
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        vision = fields.get("vision_config")
+        kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+        if kind in TOWERS:
+            return []
+        fix = f"use one of {', '.join(TOWERS)}"
+        return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        if config.data.packing == "none":
+            return []
+        return [
+            ConfigError("data.packing", config.data.packing, "use none", "conversations with pictures are not packed")
+        ]
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    """From the sums of losses, of right answers, of answers, and the number of tokens."""
+    loss, right, answers, tokens = sums
+    return {"val/loss": loss / tokens, "val/exact_match": right / answers}
+
+
+DESCRIPTION = Description(
+    name="vision_language",
+    keys=VisionLanguageConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a token"),
+        Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True, headline=True),
+    ),
+    measured=measured,
+    counts="tokens",
+    model_class="AutoModelForImageTextToText",
+    attention="own",
+    samples="picture_chats",
+    families=("llava",),
+    refused_axes=("pp", "cp", "ep"),
+)
