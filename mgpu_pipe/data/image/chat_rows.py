@@ -39,19 +39,17 @@ class ChatRow:
     Attributes:
         text: a JSON object with its messages, each place a ``<image>`` in them.
         pictures: their files, in the order of the places.
+        key: what the held-out split goes by: the pictures as the row names them, so that conversations about the same
+            ones stay on one side, wherever the folder lies.
         origin: where it stands.
         size: its share of the progress.
     """
 
     text: str
     pictures: tuple[Path, ...]
+    key: str
     origin: str
     size: int
-
-    @property
-    def key(self) -> str:
-        """What the held-out split goes by: conversations about the same pictures stay on one side."""
-        return "\0".join(map(str, self.pictures)) or self.text
 
 
 def first_rows(data: PictureChatConfig, patterns: Sequence[str], key: str) -> tuple[str, str]:
@@ -77,7 +75,7 @@ def rows_of(data: PictureChatConfig, path: Path, expected: Fingerprint | None = 
         for picture in pictures:
             if not picture.is_file():
                 raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
-        yield ChatRow(text, pictures, origin, size)
+        yield ChatRow(text, pictures, "\0".join(named) or text, origin, size)
 
 
 def conversation_of(row: dict[str, Any], origin: str, data: PictureChatConfig) -> tuple[str, list[str]]:
