@@ -14,6 +14,7 @@ import torch
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.chat_rows import rows_of
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.chat import ChatTemplate

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.chats import PreparedPictureChats
 from mgpu_pipe.data.image.dataset import StoredPictures
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.pixels import Pixels
@@ -18,6 +17,9 @@ from mgpu_pipe.data.samples import SampleSet, Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.encode import TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.image.chats import PreparedPictureChats
 
 
 class PictureChatSamples:
