@@ -20,7 +20,7 @@ from mgpu_pipe.config.json_schema import json_schema
 from tests.support.command import REPOSITORY, environment
 from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run
 from tests.support.hub import TOKEN, files_of, local_hub
-from tests.support.needs import need_digits
+from tests.support.needs import need_digits, need_speech
 from tests.support.pictures import folder_of_classes
 from tests.support.program import run_program
 
@@ -85,6 +85,8 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
     if page == "docs/tasks/images.md":
         need_digits()
         folder_of_classes(tmp_path / "pets")
+    if page == "docs/tasks/speech.md":
+        need_speech("espeak-ng")
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     known = environment(cache)
     known["PYTHONPATH"] = os.pathsep.join([str(tmp_path / "site"), known["PYTHONPATH"]])

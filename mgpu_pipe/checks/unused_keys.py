@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, DATA_SOURCES, ENGINES, IMAGE_SOURCES, PAIR_SOURCES
+from mgpu_pipe.config.plugins import (
+    AUDIO_SOURCES,
+    CONVERSATION_SOURCES,
+    DATA_SOURCES,
+    ENGINES,
+    IMAGE_SOURCES,
+    PAIR_SOURCES,
+)
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -64,7 +71,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     if data.source not in DATA_SOURCES:  # a plug-in's may read any
         return
     for key, sources in (
-        ("text_column", ("jsonl", "parquet", "labelled_jsonl")),
+        ("text_column", ("jsonl", "parquet", "labelled_jsonl", "audio_list")),
         ("second_text_column", ("labelled_jsonl",)),
         ("label_column", ("labelled_jsonl", "image_list")),
         ("classes", ("labelled_jsonl", *IMAGE_SOURCES)),
@@ -81,6 +88,8 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("seq_len", "tokenizer") if data.source in IMAGE_SOURCES else ():
         if getattr(data, key) != getattr(DEFAULT.data, key):
             yield f"data.{key}", f"data.source={data.source} gives pictures"
+    if data.source in AUDIO_SOURCES and data.seq_len != DEFAULT.data.seq_len:
+        yield "data.seq_len", f"data.source={data.source} gives recordings"
     if data.source == "labelled_jsonl" and data.packing != "none":
         yield "data.packing", "data.source=labelled_jsonl gives each sample a row of its own"
 

@@ -11,6 +11,7 @@ PRIVATE = (
     "transformers:PreTrainedModel._can_record_outputs",
     "transformers:PreTrainedModel._keys_to_ignore_on_save",
     "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
+    "transformers.models.wav2vec2.modeling_wav2vec2:Wav2Vec2Model._mask_hidden_states",
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts._apply_gate",
 )
 
@@ -53,3 +54,8 @@ def keys_not_expected(model: Any) -> list[str]:
 def gated(experts: Any, inner: Any) -> Any:
     """What packed experts with a gate make of its half and the other half of their first product."""
     return experts._apply_gate(inner)
+
+
+def hide_by(model: Any, hide: Any) -> None:
+    """Have an encoder of waveforms hide frames and features by this function of its states, not at random."""
+    model.base_model._mask_hidden_states = hide

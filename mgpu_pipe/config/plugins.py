@@ -26,6 +26,7 @@ PAIR_SOURCES = ("pairs_jsonl", "number_words")
 IMAGE_SOURCES = ("digits", "image_folder", "image_list")
 CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions")
 PICTURE_CHAT_SOURCES = ("digit_questions", "picture_chats")
+AUDIO_SOURCES = ("spoken_digits", "audio_list")
 DATA_SOURCES = (
     "stdlib_text",
     "text_files",
@@ -44,12 +45,14 @@ DATA_SOURCES = (
     *IMAGE_SOURCES,
     *CAPTION_SOURCES,
     *PICTURE_CHAT_SOURCES,
+    *AUDIO_SOURCES,
 )
 FILE_SOURCES = (
     *("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl"),
     *IMAGE_SOURCES[1:],
     *CAPTION_SOURCES[1:],
     *PICTURE_CHAT_SOURCES[1:],
+    *AUDIO_SOURCES[1:],
 )
 """Those that read the files of data.paths."""
 PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
@@ -62,11 +65,12 @@ SAMPLES = {
     **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
     **dict.fromkeys(CAPTION_SOURCES, "captioned_images"),
     **dict.fromkeys(PICTURE_CHAT_SOURCES, "picture_chats"),
+    **dict.fromkeys(AUDIO_SOURCES, "speech"),
 }
 """The kind of samples that a data source gives; packed text where it is not listed."""
 OBJECTIVES = (
     *("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill"),
-    *("image_classification", "contrastive", "vision_language"),
+    *("image_classification", "contrastive", "vision_language", "ctc"),
 )
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")

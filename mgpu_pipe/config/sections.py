@@ -91,6 +91,8 @@ DATA = Section(
         "mixture": "mgpu_pipe.data.text.mixture_keys:MixtureConfig",
         **dict.fromkeys(plugins.CAPTION_SOURCES, "mgpu_pipe.data.image.keys:CaptionConfig"),
         **dict.fromkeys(plugins.PICTURE_CHAT_SOURCES, "mgpu_pipe.data.image.keys:PictureChatConfig"),
+        "audio_list": "mgpu_pipe.data.audio.keys:AudioConfig",
+        "spoken_digits": "mgpu_pipe.data.audio.keys:SpokenDigitsConfig",
     },
 )
 OBJECTIVE = Section(

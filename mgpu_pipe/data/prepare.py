@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_pipe.config.plugins import (
+    AUDIO_SOURCES,
     CAPTION_SOURCES,
     IMAGE_SOURCES,
     PAIR_SOURCES,
@@ -14,6 +15,7 @@ from mgpu_pipe.config.plugins import (
 )
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
+from mgpu_pipe.data.audio import prepare as speech
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.image import captions, chats
 from mgpu_pipe.data.image import prepare as images
@@ -33,6 +35,7 @@ KINDS: dict[str, type[Prepared]] = {
         mixture.PreparedMixture,
         captions.PreparedCaptions,
         chats.PreparedPictureChats,
+        speech.PreparedSpeech,
     )
 }
 
@@ -59,6 +62,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
         return captions.prepare_captions(config, progress)
     if config.data.source in PICTURE_CHAT_SOURCES:
         return chats.prepare_picture_chats(config, progress)
+    if config.data.source in AUDIO_SOURCES:
+        return speech.prepare_speech(config, progress)
     return text.prepare(config, progress)
 
 

@@ -8,22 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.prepare import PreparedSpeech
 from mgpu_pipe.data.image.captions import PreparedCaptions
 from mgpu_pipe.data.image.prepare import PreparedImages
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.inference.pictures import picture_samples, retrieval_samples
+from mgpu_pipe.inference.recordings import transcript_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Sample = dict[str, str]
-PICTURES = (PreparedImages.kind, PreparedCaptions.kind)
+SHOWN = (PreparedImages.kind, PreparedCaptions.kind, PreparedSpeech.kind)
 
 
 def shows_samples(config: RunConfig) -> bool:
-    """Whether something is shown of the trained model: prompts are continued, or held-out pictures classified."""
-    return bool(config.objective.prompts()[0]) or description(config.objective.name).samples in PICTURES
+    """Whether something is shown of the trained model: prompts are continued, held-out pictures or recordings read."""
+    return bool(config.objective.prompts()[0]) or description(config.objective.name).samples in SHOWN
 
 
 def make_samples(
@@ -36,7 +38,7 @@ def make_samples(
     forward: Callable[..., Any] | None = None,
 ) -> list[Sample]:
     """Each of ``objective.prompts()`` with its continuation, or, behind an arrow, with what stands for itself;
-    of a run on pictures some held-out ones with their class.
+    of a run on pictures some held-out ones with their class, of one on speech some recordings with what is heard.
 
     Args:
         together: the model is sharded: all processes make this call.
@@ -47,6 +49,8 @@ def make_samples(
         return retrieval_samples(config, prepared, model)
     if isinstance(prepared, PreparedImages):
         return picture_samples(config, prepared, model)
+    if isinstance(prepared, PreparedSpeech):
+        return transcript_samples(config, prepared, model)
     if not prompts or tokenizer_folder is None:
         return []
     kind, joint = description(config.objective.name).samples, " \u2192 "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mgpu_pipe.families.frames import Frames
 from mgpu_pipe.models.fields import picture_shape, places_of
 from mgpu_pipe.models.plans import decoder_blocks
 
@@ -22,9 +23,12 @@ Inputs = dict[str, torch.Tensor]
 
 
 def probe(model: PreTrainedModel) -> Inputs:
-    """Random arguments of a forward pass: tokens, which an encoder and a decoder both get, pictures, or both."""
+    """Random arguments of a forward pass: tokens, which an encoder and a decoder both get, pictures, or both; sound."""
     generator, inputs = torch.Generator().manual_seed(0), Inputs()
     two_towers = hasattr(model, "logit_scale")
+    if model.main_input_name == "input_values":
+        samples = Frames.of_fields(model.config.to_dict()).samples_of(PROBE_TOKENS)
+        return {"input_values": torch.randn(PROBE_ROWS, samples, generator=generator)}
     if two_towers or model.main_input_name == "pixel_values":
         inputs["pixel_values"] = torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)
         if not two_towers:
@@ -47,7 +51,7 @@ def probe(model: PreTrainedModel) -> Inputs:
 
 def answer(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     """The logits that ``model`` gives."""
-    cached = {} if "pixel_values" in inputs else {"use_cache": False}
+    cached = {} if inputs.keys() & {"pixel_values", "input_values"} else {"use_cache": False}
     output = model(**inputs, **cached)
     logits: torch.Tensor = output.logits_per_image if "logits_per_image" in output else output.logits
     return logits

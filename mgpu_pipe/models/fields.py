@@ -41,6 +41,7 @@ MODEL_CLASSES = {
         "model of pictures and texts",
     ),
     "AutoModelForImageTextToText": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "vision-language model"),
+    "AutoModelForCTC": ("MODEL_FOR_CTC_MAPPING_NAMES", "model of speech"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
@@ -48,6 +49,8 @@ TEXT = "text_config"
 """A model's part that reads text."""
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes, of which one takes the place of another."""
+ALPHABET = ("vocab_size", "pad_token_id")
+"""What the characters of transcripts decide."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""

@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
     "spiece.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
 )
 
 GENERATION = "generation_config.json"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import CheckpointError
-from mgpu_pipe.models.fields import LABELS, TEXT, config_fields
+from mgpu_pipe.models.fields import ALPHABET, LABELS, TEXT, config_fields, model_types
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -56,12 +56,14 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
 
 def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
     """``model`` with what the data decided, as a checkpoint records it: names of classes, the end of a text, the token
-    of a picture."""
+    of a picture, an alphabet."""
     if not isinstance(saved, Mapping):
         return model
     decided: dict[str, Any] = {name: saved[name] for name in LABELS if name in saved}
     if model.path is None:
         decided.update({name: saved[name] for name in PICTURE if name in saved})
+    if saved.get("model_type") in model_types("AutoModelForCTC"):
+        decided.update({name: saved[name] for name in ALPHABET if name in saved})
     own, recorded = model.config.get(TEXT), saved.get(TEXT)
     if model.path is None and isinstance(own, Mapping) and isinstance(recorded, Mapping):
         decided[TEXT] = {**own, **{name: recorded[name] for name in ("eos_token_id",) if name in recorded}}

@@ -50,6 +50,8 @@ PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
 PATCHES_IN_TEXT = 2
 """Patches across a picture that stands among text."""
+CONVOLUTION = 16
+"""Channels of the convolutions that a waveform goes through."""
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index")
 
 
@@ -85,6 +87,8 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     if isinstance(fields.get("patch_size"), int) and isinstance(fields.get("image_size"), int):
         patch = min(fields["patch_size"], PATCH)
         wanted.update(patch_size=patch, image_size=patch * min(fields["image_size"] // fields["patch_size"], PATCHES))
+    if isinstance(fields.get("conv_dim"), list | tuple):
+        wanted["conv_dim"] = [min(size, CONVOLUTION) for size in fields["conv_dim"]]
     if isinstance(fields.get("projection_dim"), int):
         wanted["projection_dim"] = min(fields["projection_dim"], WIDTH)
     changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def need_digits() -> None:
     """Skip where scikit-learn, which brings the handwritten digits, is not installed."""
     if find_spec("sklearn") is None:
         pytest.skip("the handwritten digits come with scikit-learn: pip install scikit-learn")
+
+
+def need_speech(*programs: str) -> None:
+    """Skip where soundfile and jiwer, or the programs that speak digits, are not installed."""
+    for package in ("soundfile", "jiwer"):
+        if find_spec(package) is None:
+            pytest.skip(f"recordings need {package}: pip install {package}")
+    for program in programs:
+        if which(program) is None:
+            pytest.skip(f"spoken digits need {program}: apt-get install {program}")
 
 
 def _need(missing: Sequence[Exception]) -> None:

@@ -36,7 +36,8 @@ from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
 from mgpu_pipe.data.image.decode import BadImageError
 from mgpu_pipe.data.image.keys import ImageConfig
 from mgpu_pipe.data.image.pixels import Pixels
-from mgpu_pipe.data.image.sources import DIGITS, FILES, Entry, digits_file, entries, read_digits, read_picture
+from mgpu_pipe.data.image.sources import DIGITS, FILES, digits_file, entries, read_digits, read_picture
+from mgpu_pipe.data.listed import Entry
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
 from mgpu_pipe.data.text.split import document_hash, held_out

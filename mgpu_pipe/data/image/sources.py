@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,26 +16,16 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
 from mgpu_pipe.data.image.decode import SUFFIXES, decode
 from mgpu_pipe.data.image.keys import CaptionConfig, ImageConfig
-from mgpu_pipe.data.text.labelled_row import label_of
+from mgpu_pipe.data.listed import Entry, entries_of
 from mgpu_pipe.errors import ConfigError, DataError
 
 DIGITS = ("digits", "captioned_digits")
 FOLDERS = ("image_folder", "captioned_folder")
 DIGITS_FILE = Path("datasets/data/digits.csv.gz")
 DIGITS_SIDE, DIGITS_BRIGHTEST = 8, 16
-LISTS = (".csv", ".jsonl")
 WHAT = {"label_column": "class", "caption_column": "caption"}
 FILES = "files.json"
 """In the cache: the paths of pictures, and what each held."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A picture file and its class; ``origin`` is where they are named."""
-
-    path: Path
-    label: str
-    origin: str
 
 
 def entries(data: DataConfig, patterns: list[str], key: str) -> list[Entry]:
@@ -51,7 +38,9 @@ def entries(data: DataConfig, patterns: list[str], key: str) -> list[Entry]:
     assert isinstance(data, ImageConfig)
     if data.source in FOLDERS:
         return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
-    return [entry for path in files.expand_paths(patterns, key) for entry in _in_list(path, data, key)]
+    told = "caption_column" if isinstance(data, CaptionConfig) else "label_column"
+    named = ("image_column", told, WHAT[told])
+    return [entry for path in files.expand_paths(patterns, key) for entry in entries_of(path, data, key, *named)]
 
 
 def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
@@ -65,41 +54,6 @@ def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
         raise ConfigError(key, pattern, fix, "holds no folder of pictures")
     for path in paths:
         yield Entry(path, path.relative_to(root).parts[0], str(path))
-
-
-def _in_list(path: Path, data: ImageConfig, key: str) -> Iterator[Entry]:
-    if path.suffix.lower() not in LISTS:
-        raise ConfigError(key, path, f"give files that end with {' or '.join(LISTS)}", "is no list of pictures")
-    told = "caption_column" if isinstance(data, CaptionConfig) else "label_column"
-    for row, origin in _csv_rows(path) if path.suffix.lower() == ".csv" else _json_rows(path, data, told):
-        for name in ("image_column", told):
-            if getattr(data, name) not in row:
-                raise files.missing_column(origin, f"data.{name}", getattr(data, name), list(row))
-        named = row[data.image_column]
-        if not isinstance(named, str) or not named or "\0" in named:
-            raise DataError(f"{origin}: the picture is {named!r}, not a path; {files.FIX}")
-        picture = path.parent / named
-        if not picture.is_file():
-            raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
-        yield Entry(picture, label_of(row, getattr(data, told), origin, WHAT[told]), origin)
-
-
-def _json_rows(path: Path, data: ImageConfig, told: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    columns = (data.image_column, getattr(data, told))
-    return ((files.json_row(line, origin, *columns), origin) for line, origin, _ in files.read_lines(path))
-
-
-def _csv_rows(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    text = files.decode(files.read_bytes(path), str(path)).removeprefix("\ufeff")
-    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        for row in reader:
-            origin = f"{path}:{reader.line_num}"
-            if None in row or None in row.values():
-                raise DataError(f"{origin}: has not as many columns as the first line; {files.FIX}")
-            yield row, origin
-    except csv.Error as error:
-        raise DataError(f"{path}:{reader.line_num}: is not valid CSV: {error}; {files.FIX}") from error
 
 
 def digits_file() -> Path:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.plugins import (
+    AUDIO_SOURCES,
     CAPTION_SOURCES,
     DATA_GROUP,
     DATA_SOURCES,
@@ -44,7 +45,8 @@ MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
     "spoken_preferences": ("preferences", 1),
 }
 """Sources made of ``data.numbers`` by a rule: what their documents are, and how many each number gives."""
-READ_NO_PATHS = ("stdlib_text", *MADE, *RULES, "mixture", "synthetic", "digits", "digit_questions")
+MADE_HERE = ("digits", "captioned_digits", "digit_questions", "spoken_digits")
+READ_NO_PATHS = ("stdlib_text", *MADE, *RULES, "mixture", "synthetic", *MADE_HERE)
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
@@ -111,6 +113,10 @@ def check_sources(config: RunConfig) -> None:
         from mgpu_pipe.data.image.check import check_picture_chats
 
         checks.append(lambda: check_picture_chats(config))
+    elif data.source in AUDIO_SOURCES:
+        from mgpu_pipe.data.audio.check import check_recordings
+
+        checks.append(lambda: check_recordings(config))
     elif data.source in FILE_SOURCES:
         checks.append(lambda: _check_files(data, data.paths, "data.paths"))
         if data.validation_paths:

@@ -1,0 +1,71 @@
+"""What code without torch knows of connectionist temporal classification."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.transcripts import jiwer
+
+FAMILIES = ("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm")
+"""Those tried: a recording's result is the same however long the others of its micro-batch are."""
+REFUSED = {
+    "layerdrop": "whole layers would be left out by a random number of each process",
+    "add_adapter": "its frames are not counted",
+    "conv_pos_batch_norm": "it looks at the whole micro-batch",
+}
+"""Fields that have to be 0 or false, and why."""
+
+
+@dataclass
+class CTCConfig(ObjectiveConfig):
+    name: str = "ctc"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        return [
+            ConfigError(
+                f"model.config.{name}", fields[name], f"use model.config.{name}={type(fields[name])(0)}", reason
+            )
+            for name, reason in REFUSED.items()
+            if fields.get(name)
+        ]
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        try:
+            jiwer()
+        except ConfigError as error:
+            return [error]
+        return []
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    """From the sums of losses, of wrong words, words, wrong characters and characters, and the labels' number."""
+    loss, wrong_words, words, wrong_characters, characters, labels = sums
+    return {
+        "val/loss": loss / labels,
+        "val/word_error_rate": wrong_words / words,
+        "val/character_error_rate": wrong_characters / characters,
+    }
+
+
+DESCRIPTION = Description(
+    name="ctc",
+    keys=CTCConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a character"),
+        Metric("val/word_error_rate", "held-out word error rate", percent=True, headline=True),
+        Metric("val/character_error_rate", "held-out character error rate", percent=True),
+    ),
+    measured=measured,
+    counts="characters",
+    model_class="AutoModelForCTC",
+    attention="own",
+    samples="speech",
+    families=FAMILIES,
+    refused_axes=("pp", "cp", "ep"),
+)

@@ -1,0 +1,308 @@
+"""Speech recognition. Oracle: transformers' own model on one recording at a time, without padding, in one process."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.audio.check import check_recordings
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.fields import config_fields
+from mgpu_pipe.objectives.ctc import CTCObjective
+from mgpu_pipe.objectives.ctc_keys import FAMILIES
+from mgpu_pipe.objectives.transcripts import errors, spoken
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support import small_runs
+from tests.support.needs import need_speech
+from tests.support.processes import run_processes
+from tests.support.sounds import RATE, list_of_tones, tones, write_wav
+from tests.verify.support import small_run
+
+SPEECH = ("objective=ctc", "data=spoken_digits", "model=wav2vec2_tiny", "logger=none", "trainer.progress=off")
+FIELDS = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"conv_dim": [16, 16], "conv_kernel": [10, 4], "conv_stride": [5, 4]},
+    **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "vocab_size": 12, "pad_token_id": 0},
+    **{"mask_time_prob": 0.2, "mask_time_length": 3, "mask_time_min_masks": 1},
+    **{"mask_feature_prob": 0.2, "mask_feature_length": 4},
+    **dict.fromkeys(("layerdrop", "hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
+    **{"feat_proj_dropout": 0.0, "final_dropout": 0.0},
+}
+
+
+def verified(config: RunConfig) -> list[Worst]:
+    return worst_of(compare(config))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (2, ("strategy=ddp", "data.micro_batch_size=2")),
+        (2, ("strategy=fsdp",)),
+        (2, ("strategy=tp",)),
+        (2, ("strategy=zero3",)),
+        pytest.param(1, ("strategy=single",), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
+        pytest.param(2, ("strategy=ddp", "precision=bf16"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*SPEECH, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def made(family: str, **fields: Any) -> torch.nn.Module:
+    known = config_fields(family) or set()
+    config = {name: value for name, value in {**FIELDS, **fields}.items() if name in known}
+    return materialise(build_meta(ModelConfig(type=family, config=config), "AutoModelForCTC"), 1, "cpu").train()
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
+    layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
+    objective, plain = CTCObjective(made(family, **layered), None, lambda step: 1.0), made(family, **layered)
+    batch = objective.random_batch(3, 2, 5, 0, packed=False)
+    losses = []
+    for seed, size in ((1, 5), (2, 2)):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        objective.model.zero_grad()
+        parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 5, size)]
+        found = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum()
+        found.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(found.detach()))
+    reference: Any = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum  # type: ignore[arg-type]
+    reference.backward()
+    assert losses == pytest.approx([float(reference)] * 2, rel=1e-6), "whatever the cut, and the generators' state"
+    whole = float(torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm())
+    for (name, ours), own in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
+        error = 0.0 if own.grad is None else float((ours.grad - own.grad).norm())  # type: ignore[operator]
+        assert error <= 1e-5 * float(0 if own.grad is None else own.grad.norm()) + 1e-6 * whole, name
+
+
+def test_a_norm_that_looks_at_padding_is_found() -> None:
+    objective, plain = CTCObjective(made("wav2vec2"), None, lambda step: 1.0), made("wav2vec2")
+    batch = objective.random_batch(3, 0, 4, 0, packed=False)
+    whole = float(objective.micro_batch_loss(batch))
+    norm: Any = objective.model.base_model.feature_extractor.conv_layers[0].layer_norm  # type: ignore[operator, union-attr]
+    norm.__class__ = torch.nn.GroupNorm
+    assert abs(float(objective.micro_batch_loss(batch)) - whole) > 1e-4 * whole
+    with torch.no_grad():
+        reference = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum  # type: ignore[arg-type]
+    assert float(reference) == pytest.approx(whole, rel=1e-6)
+
+
+def test_wrong_words_and_characters_are_counted() -> None:
+    need_speech()
+    said, heard = spoken([5, 6, 2, 7, 7, 2, 8], 2), spoken([0, 5, 5, 0, 2, 2, 7, 0, 7, 0], 2, blank=0)
+    assert len(said.split()) == 3 and heard.split()[1] == said.split()[1]
+    # One word misheard, one not heard at all; one character of the first, and a space and one of the last are missing.
+    assert errors([(said, heard)]) == (2, 3, 3, 7)
+    assert errors([(said, said), (said, "")]) == (3, 6, 7, 14) and errors([]) == (0, 0, 0, 0)
+
+
+def listed(folder: Path, *overrides: str) -> RunConfig:
+    """Tones of a list."""
+    if not (folder / "spoken.csv").exists():
+        list_of_tones(folder)
+    given = (
+        f"data.paths=[{folder / 'spoken.csv'}]",
+        f"data.cache_dir={folder / 'cache'}",
+        f"data.sampling_rate={RATE}",
+    )
+    more = ("trainer.max_steps=4", "data.validation_fraction=0.2", "data.global_batch_size=8", "data.sort_steps=2")
+    changes = ("data.speed=0.1", "data.noise=0.05")
+    return compose([*SPEECH, "data=audio_list", *given, *more, *changes, *overrides])[0]
+
+
+run = partial(small_runs.run, listed)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_speech()
+    from transformers import Wav2Vec2ForCTC, Wav2Vec2Processor
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same recordings, changed and hidden alike"
+    assert metrics["val/character_error_rate"] == whole["val/character_error_rate"]
+    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{metrics['val/loss']:.6f} nats a character" in printed
+    assert f"{100 * metrics['val/word_error_rate']:.2f}%" in printed
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
+    exported, info = Wav2Vec2ForCTC.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    processor: Any = Wav2Vec2Processor.from_pretrained(tmp_path / "out")
+    wave = tones("ab", 99)
+    values = processor(wave, sampling_rate=RATE, return_tensors="pt").input_values
+    config = listed(tmp_path)
+    assert processor.tokenizer("b ab").input_ids == prepare(config).alphabet().encode("b ab")  # type: ignore[attr-defined]
+    assert torch.allclose(values[0].mean(), torch.zeros(()), atol=1e-5)
+    with torch.no_grad():
+        ours, plain = (model(input_values=values).logits for model in (load_run(tmp_path / "second").model, exported))
+    assert torch.allclose(ours, plain.to(ours.dtype), rtol=0, atol=1e-6)
+    tuned = run(tmp_path / "tuned", 2, "model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "strategy=ddp")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5), (
+        "the folder is trained on, its alphabet kept"
+    )
+
+
+def test_samples_are_the_same_on_any_processes_and_read_from_json(tmp_path: Path) -> None:
+    need_speech()
+    config = listed(tmp_path, "data.validation_fraction=0.25")
+    prepared = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    assert prepared.train_samples + prepared.held_out_samples == 40 and prepared.held_out_samples == 10  # type: ignore[attr-defined]
+    samples = CTCObjective.samples(config, prepared.open(config, "train"))
+    order = prepared.order(config, len(samples))
+    places = order.indices(0, 90)
+    assert set(places.tolist()) == set(range(30))
+    assert order.indices(21, 30).tolist() == places[21:51].tolist(), "a pure function of the place"
+    numbers = np.arange(8)
+    together, alone = samples.batch(places[:8], numbers), samples.batch(places[3:4], numbers[3:4])
+    for name, value in alone.items():
+        assert torch.equal(
+            together[name][3:4, ..., : value.shape[-1]] if value.dim() > 1 else together[name][3:4], value
+        ), name
+    assert alone["hidden_frames"].any() and not torch.equal(
+        samples.batch(places[3:4], numbers[3:4] + 1000)["input_values"][0, :1000], alone["input_values"][0, :1000]
+    )
+    held = CTCObjective.samples(config, prepared.open(config, "validation")).batch(numbers[:2], -1 - numbers[:2])
+    assert not held["hidden_frames"].any()
+    lengths = np.load(prepared.folder / "lengths.npy")[prepared.chosen("train")]  # type: ignore[attr-defined]
+    unsorted = listed(tmp_path, "data.validation_fraction=0.25", "data.sort_steps=1")
+    drawn = prepare(unsorted).order(unsorted, 30)
+    apart = [np.ptp(lengths[one[:80].reshape(10, 8)], axis=1).sum() for one in (places, drawn.indices(0, 80))]
+    assert apart[0] < 0.7 * apart[1], "recordings of a step are about as long as one another"
+
+
+def broken(folder: Path, kind: str) -> str:
+    """A recording that cannot be used, or is used in a way of its own; its text."""
+    path, wave = folder / "bad.wav", tones("ab", 1)
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("This is no sound.\n" * 20)
+    elif kind == "silent":
+        write_wav(path, wave[:0])
+    elif kind == "long":
+        write_wav(path, np.tile(wave, 40))
+    elif kind == "stereo":
+        write_wav(path, np.stack([wave, -0.5 * wave], 1).reshape(-1), channels=2)
+    elif kind == "rate":
+        write_wav(path, tones("ab", 1, 22050), 22050)
+    else:
+        write_wav(path, wave)
+        if kind == "cut":
+            path.write_bytes(path.read_bytes()[:-2000])
+    return {"label": "ab" * 40, "unknown": "a!b", "blank": "   "}.get(kind, "ab")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("empty", "is empty"),
+        ("text", "is no sound that can be read"),
+        ("silent", "there is nothing to hear"),
+        ("long", "lasts 16.0 s, longer than data.max_seconds=10"),
+        ("cut", "is cut short"),
+        ("label", "has a text that needs 80 frames; the recording has"),
+        ("blank", "has an empty text"),
+        ("unknown", "has '!' in its text, which the model's alphabet has not"),
+        ("stereo", ""),
+        ("rate", ""),
+    ],
+)
+def test_a_bad_recording_is_named_or_left_out_and_others_are_read(tmp_path: Path, kind: str, said: str) -> None:
+    need_speech()
+    known = prepare(listed(tmp_path)).tokenizer_folder
+    with open(tmp_path / "spoken.csv", "a") as file:
+        file.write(f"bad.wav,{broken(tmp_path, kind)}\n")
+    given = (
+        "data.max_seconds=10",
+        "data.speed=0",
+        "data.noise=0",
+        "data.validation_fraction=0",
+        f"data.tokenizer={known}",
+    )
+    if said:
+        with pytest.raises(DataError, match=r"bad\.wav|spoken\.csv:42") as found:
+            prepare(listed(tmp_path, *given))
+        assert said in str(found.value) and "data.on_bad_sample=skip" in str(found.value)
+        assert prepare(listed(tmp_path, *given, "data.on_bad_sample=skip")).train_samples == 40
+        return
+    config = listed(tmp_path, *given)
+    samples = prepare(config).open(config, "train")
+    heard = samples.batch(np.array([40]), np.array([0]))
+    assert heard["lengths"].tolist() == [2 * (RATE // 5)], "one channel of the model's rate"
+    plain = torch.from_numpy(tones("ab", 1))
+    assert torch.corrcoef(torch.stack([plain, heard["input_values"][0]]))[0, 1] > 0.97
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "said"),
+    [
+        (["path,words", "0.wav,b"], (), "data.text_column"),
+        (["path,text", "gone.wav,b"], (), "there is no file"),
+        (["path,text", "0.wav,"], (), "the text is nothing"),
+        (["path,text", "0.wav,ab"], ("model.config.layerdrop=0.1",), "use model.config.layerdrop=0.0"),
+        (["path,text", "0.wav,ab"], ("strategy=pp", "trainer.devices=2"), "objective.name=ctc"),
+        (["path,text", "0.wav,ab"], ("model=llama_tiny",), "llama"),
+        (["path,text", "0.wav,ab"], ("data.speed=0.9",), "data.speed=0.9"),
+    ],
+)
+def test_bad_input_is_told_before_the_run(
+    tmp_path: Path, lines: list[str], overrides: tuple[str, ...], said: str
+) -> None:
+    need_speech()
+    write_wav(tmp_path / "0.wav", tones("ab", 1))
+    (tmp_path / "list.csv").write_text("\n".join(lines) + "\n")
+    given = (f"data.paths=[{tmp_path / 'list.csv'}]", f"data.cache_dir={tmp_path / 'cache'}")
+    with pytest.raises(BadInputError, match=re.escape(said)):
+        preflight(compose([*SPEECH, "data=audio_list", *given, *overrides])[0], elsewhere=True)
+
+
+def test_missing_programs_and_packages_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for package in ("soundfile", "jiwer"):
+        monkeypatch.setitem(sys.modules, package, None)
+    config = compose([*SPEECH, "data.held_out=synthesiser"])[0]
+    with pytest.raises(ConfigErrors) as found:
+        check_recordings(config)
+    told = [str(error) for error in found.value.errors]
+    assert len(told) == 3 and "apt-get install espeak-ng" in told[1] and "apt-get install flite" in told[2]
+    told += [str(error) for error in config.objective.run_errors(config)]
+    assert all("pip install 'mgpu_pipe[audio]'" in line for line in (told[0], told[3]))
+
+
+def test_the_shipped_model_has_its_published_size() -> None:
+    """95 million, as the paper gives it: 94.4 with a head of 32 characters."""
+    model = build_meta(compose(["model=wav2vec2_base"])[0].model, "AutoModelForCTC")
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(94.4, rel=2e-3)
