@@ -64,6 +64,7 @@ NEEDS_MORE = {
     ("model", "wav2vec2_tiny"),
     ("model", "wav2vec2_base"),
     ("data", "spoken_digits"),
+    ("experiment", "wav2vec2_spoken_digits"),  # needs espeak-ng
     ("data", "audio_list"),
     ("data", "image_folder"),
     ("data", "image_list"),

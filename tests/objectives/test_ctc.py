@@ -27,6 +27,7 @@ from mgpu_pipe.objectives.transcripts import errors, spoken
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support import small_runs
+from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
 from tests.support.processes import run_processes
 from tests.support.sounds import RATE, list_of_tones, tones, write_wav
@@ -287,6 +288,24 @@ def test_bad_input_is_told_before_the_run(
     given = (f"data.paths=[{tmp_path / 'list.csv'}]", f"data.cache_dir={tmp_path / 'cache'}")
     with pytest.raises(BadInputError, match=re.escape(said)):
         preflight(compose([*SPEECH, "data=audio_list", *given, *overrides])[0], elsewhere=True)
+
+
+@pytest.mark.slow
+def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
+    need_speech("espeak-ng", "flite")
+    few = (
+        "data.recordings=48",
+        "data.validation_max_samples=16",
+        "data.global_batch_size=8",
+        "data.micro_batch_size=4",
+    )
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    folder = run_folder(mgpu(cache, tmp_path, "experiment=wav2vec2_spoken_digits", "trainer.devices=2", *few, *short))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["model"]["class"] == "Wav2Vec2ForCTC"
+    assert summary["metrics"]["val/word_error_rate"] >= 0.5 and len(summary["samples"]) == 12
+    told = mgpu(cache, tmp_path, "eval", str(folder), "data.held_out=synthesiser", "--device", "cpu")
+    assert "word_error_rate" in told and "of 16 held-out samples" in told
 
 
 def test_missing_programs_and_packages_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
