@@ -149,9 +149,15 @@ def check_names(config: RunConfig) -> None:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             check_blocks(model, dims.tp, cuts_experts=dims.ep == 1)
         if config.peft.init_from is not None:
+            from mgpu_pipe.models.adapters.lora import is_adapter
             from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
 
-            check_peft_folder(config.peft)
+            trained = {
+                name: tuple(one.shape) if is_adapter(name) else None  # the data may add rows to others
+                for name, one in model.named_parameters()
+                if one.requires_grad
+            }
+            check_peft_folder(config.peft, trained)
 
 
 def sequence_errors(config: RunConfig) -> list[BadInputError]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mgpu_pipe.checks.model import check_names
 from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -95,6 +96,8 @@ def test_another_adapter_is_refused(folders: tuple[Path, Path, Any], keys: dict[
     run = run_of(folders)
     run.peft = replace(run.peft, **keys)
     with pytest.raises(ConfigError, match=said):
+        check_names(run)
+    with pytest.raises(ConfigError, match=said):
         build_model(run, torch.device("cpu"), False)
 
 
@@ -111,4 +114,4 @@ def test_other_kinds_of_adapters_and_other_bases_are_refused(folders: tuple[Path
     wider = tiny_model("llama", tie_word_embeddings=False, hidden_size=96)
     write_folder(materialise(build_meta(wider), 5, "cpu"), tmp_path / "wider")
     with pytest.raises(ConfigError, match="give the model that it was trained on"):
-        build_model(run_of((tmp_path / "wider", folders[1], None)), torch.device("cpu"), False)
+        check_names(run_of((tmp_path / "wider", folders[1], None)))

@@ -73,36 +73,26 @@ def first_adapters(keys: PeftConfig, trained: Mapping[str, tuple[int, ...]]) -> 
     from safetensors import safe_open
 
     folder = Path(keys.init_from).expanduser()
-    settings = check_peft_folder(keys)
-    ours = {name_in_peft(name): (name, shape) for name, shape in trained.items()}
-    header = read_header(folder / WEIGHTS)
-    for theirs, (name, shape) in ours.items():
-        if theirs not in header:
-            fix = f"use peft.targets={_listed(settings.get('target_modules'))}, and peft.train_also as it was"
-            raise _refused(keys, fix, f"it has no {theirs}, and the run trains {name}")
-        if tuple(header[theirs]["shape"]) != shape:
-            stored = tuple(header[theirs]["shape"])
-            raise _refused(keys, "give the model that it was trained on", f"{theirs} is {stored}, {name} {shape}")
-    left = sorted(set(header) - set(ours))
-    if left:
-        fix = f"use peft.targets={_listed(settings.get('target_modules'))}, or name it in peft.train_also"
-        raise _refused(keys, fix, f"it holds {left[0]}, which the run does not train")
+    check_peft_folder(keys, trained)
     with safe_open(str(folder / WEIGHTS), "pt") as file:
-        for theirs, (name, _) in ours.items():
-            yield name, file.get_tensor(theirs).float()
+        for name in trained:
+            yield name, file.get_tensor(name_in_peft(name)).float()
 
 
-def check_peft_folder(keys: PeftConfig) -> dict[str, Any]:
-    """The settings of the folder ``keys.init_from``, which agree with ``keys``.
+def check_peft_folder(keys: PeftConfig, trained: Mapping[str, tuple[int, ...] | None]) -> None:
+    """Whether the folder ``keys.init_from`` has the run's adapters.
+
+    Args:
+        trained: whole shapes of the model's trained parameters, by name; None where they are not known yet.
 
     Raises:
-        ConfigError: it cannot be read, or they do not.
+        ConfigError: it cannot be read, or holds other kinds, sizes or layers.
     """
     folder = Path(str(keys.init_from)).expanduser()
     try:
         check_folder(folder)
         settings = parse_json(read_bytes(folder / SETTINGS, MAX_CONFIG_BYTES), folder / SETTINGS)
-        read_header(folder / WEIGHTS)
+        header = read_header(folder / WEIGHTS)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise _refused(keys, f"give a folder with {SETTINGS} and {WEIGHTS}", reason) from error
@@ -119,7 +109,18 @@ def check_peft_folder(keys: PeftConfig) -> dict[str, Any]:
             raise ConfigError(
                 f"peft.{name}", getattr(keys, name), f"use {value}", f"the adapter of {folder} has {value}"
             )
-    return dict(settings)
+    ours = {name_in_peft(name): (name, shape) for name, shape in trained.items()}
+    for theirs, (name, shape) in ours.items():
+        if theirs not in header:
+            fix = f"use peft.targets={_listed(settings.get('target_modules'))}, and peft.train_also as it was"
+            raise _refused(keys, fix, f"it has no {theirs}, and the run trains {name}")
+        stored = tuple(header[theirs]["shape"])
+        if shape not in (None, stored):
+            raise _refused(keys, "give the model that it was trained on", f"{theirs} is {stored}, {name} {shape}")
+    left = sorted(set(header) - set(ours))
+    if left:
+        fix = f"use peft.targets={_listed(settings.get('target_modules'))}, or name it in peft.train_also"
+        raise _refused(keys, fix, f"it holds {left[0]}, which the run does not train")
 
 
 def _listed(modules: object) -> str:
