@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 CUTOFF = 0.6
-LISTED = 24
+LISTED = 30
 LONGEST_WORD = 120
 """Nothing longer is a slip of the fingers, and comparing takes quadratic time."""
 

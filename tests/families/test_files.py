@@ -13,7 +13,7 @@ from mgpu_pipe.families.config_source import auto_mapping
 from mgpu_pipe.families.family import Family, Stages
 from mgpu_pipe.families.find import family_of, stages_of
 
-FRAME = {"__init__", "brought", "config_source", "family", "find"}
+FRAME = {"__init__", "brought", "config_source", "family", "find", "frames", "parts", "pictures"}
 FILES = sorted(path.stem for path in Path(mgpu_pipe.families.__file__).parent.glob("*.py") if path.stem not in FRAME)
 
 
