@@ -11,7 +11,7 @@ import mgpu_pipe
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
 
 NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
-KNOWING = ("data/image", "data/text", "objectives", "families", "inference")
+KNOWING = ("data/audio", "data/image", "data/text", "objectives", "families", "inference")
 SPEC = BatchSpec(
     {
         "frames": Field(sequence_dim=2, dtype="float32", shape=(3,)),
