@@ -96,7 +96,7 @@ def _outwait(taken: Path, written: Callable[[], bool]) -> None:
 
 
 def _which(path: Path) -> tuple[int, int] | None:
-    """Tells a file from a later one of its name; None where there is none."""
+    """What tells this file from a later one of the same name; None where there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
