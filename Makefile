@@ -28,7 +28,7 @@ test-all: lint
 	$(PYTEST)
 
 test-gpu: $(DEVELOPMENT)
-	$(BIN)/python -m pytest tests/gpu tests/checkpoint -k "gpu" --numprocesses 8
+	$(BIN)/python -m pytest tests/gpu tests/checkpoint -k "gpu" --verbose --numprocesses 8
 
 test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"

@@ -165,14 +165,16 @@ class CTCObjective(Objective):
     def _loss(self, batch: Mapping[str, torch.Tensor], found: torch.Tensor) -> torch.Tensor:
         labels = batch["labels"]
         characters = (labels != IGNORE_INDEX).sum(1)
+        # On GPUs its gradient is summed up in any order, and torch refuses it where runs are to be deterministic.
+        where = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else found.device
         losses = F.ctc_loss(
-            found.transpose(0, 1),
-            labels.clamp_min(0),
-            self._frames.of_samples(self._lengths(batch)),
-            characters,
+            found.transpose(0, 1).to(where),
+            labels.clamp_min(0).to(where),
+            self._frames.of_samples(self._lengths(batch)).to(where),
+            characters.to(where),
             blank=self._blank,
             reduction="none",
-        )
+        ).to(found.device)
         return torch.where(characters > 0, losses, 0.0).sum(dtype=torch.float64)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:

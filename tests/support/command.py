@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def environment(cache: Path) -> dict[str, str]:
     """This process's environment, without a distributed world, with the cache and the package of the tests."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-    return {**kept, "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), kept.get("PYTHONPATH"))))
+    return {**kept, "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def launched(cache: Path, cwd: Path, *arguments: str) -> ForkedProgram:
