@@ -33,6 +33,8 @@ TRANSFER, LEAST_RATE = 8 * MIB, 10 * MIB
 TRIPS = 10
 """The best one counts, for a busy machine has pauses; so does that of the transfers, until one is fast enough."""
 LOOK_S = 0.2
+STOP_S = 2.0
+"""A task that is asked to stop leaves and closes its link; this one was asked, too, and leaves within this time."""
 KEEPALIVE_S = 60
 HEADER = struct.Struct("!II")
 """Bytes that follow, and bytes that are wanted back; none back: the measurement is over."""
@@ -100,6 +102,8 @@ def _meet(world: Mapping[str, str], nodes: list[str], device_type: str, timeout:
                 _say(connection, data and data.getsockname()[:2])
                 trip, rate = measured(stack.enter_context(data.accept()[0]) if data else connection)
             except OSError as error:
+                if isinstance(error, ConnectionError):
+                    time.sleep(STOP_S)
                 faults[there] = f"its link to {nodes[0]} fails: {error}"
                 continue
             worst = max(worst[0], trip), min(worst[1], rate)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mgpu_pipe.launch import stop
@@ -50,7 +51,9 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     from mgpu_pipe.launch.link_check import links_are_good
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.launch.node_check import leave_out, node_faults
+    from mgpu_pipe.launch.resume import restarts_without_progress
     from mgpu_pipe.launch.slurm import SCRIPT
+    from mgpu_pipe.runs import history
     from mgpu_pipe.runs.continue_line import Asked
     from mgpu_pipe.runs.newest import recorded
 
@@ -58,8 +61,13 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     if not paths.config.is_file():
         fix = "set run.root to a folder of a file system that the compute nodes share with the login node"
         raise RunFolderError(f"{folder}: node {node} does not see the run's folder; {fix}")
+    first = os.environ.get("SLURM_PROCID") == "0"
+    if first:
+        stop.tell_before_leaving(partial(history.note_unbegun, paths, time.time()))
     find_own_classes()
     config = load(paths.config)
+    if first:
+        history.check_progress(paths, restarts_without_progress(config))
     config = replace(
         config, run=replace(config.run, dir=str(folder)), checkpoint=replace(config.checkpoint, resume="auto")
     )
@@ -71,7 +79,7 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     if not links_are_good(folder, node, device_type(config), config.launch.collective_timeout):
         return EXIT_STOPPED
     preflight(config)
-    if os.environ.get("SLURM_PROCID") == "0":  # any rank's request stops all of them
+    if first:  # any rank's request stops all of them
         tell_end(this_job())
     asked = Asked(
         overrides=paths.overrides.read_text(encoding="utf-8").splitlines(),

@@ -54,7 +54,7 @@ class SlurmConfig(LaunchConfig):
     array_limit: int | None = field(default=None, metadata={"at_least": 1})
     """Points of a sweep that run at the same time; null sets no limit."""
     max_restarts_without_progress: int = field(default=2, metadata={"at_least": 0})
-    """Times in a row that a crashed or killed run is queued again though it saved no further step."""
+    """Times in a row that a crashed, killed or timed out run is queued again though it saved no further step."""
     tasks: Literal["node", "gpu"] = "node"
     """A task of srun is a node, which starts and watches its workers; or a GPU (a worker)."""
     setup: list[str] = field(default_factory=list)

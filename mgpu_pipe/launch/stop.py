@@ -33,6 +33,7 @@ _asked_by = ""
 _run_ended = False
 _second_leaves = False
 _told: str = ""
+_before_leaving: Callable[[str], None] | None = None
 
 
 def taken_over(handler: Callable[[int, FrameType | None], None]) -> dict[int, object]:
@@ -54,6 +55,12 @@ def asks_for_a_run(words: Sequence[str]) -> bool:
 def leave_until_a_run_begins() -> None:
     """From now on a stop signal ends this program with exit code 75: a run was asked for, and has written nothing."""
     taken_over(_leave)
+
+
+def tell_before_leaving(told: Callable[[str], None]) -> None:
+    """Have ``told`` called, with the signal in words, before this program leaves without having begun a run."""
+    global _before_leaving
+    _before_leaving = told
 
 
 def run_begins() -> None:
@@ -80,6 +87,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
     _requested = True
     if not _run_ended:
         tell(NOT_BEGUN)
+        if _before_leaving is not None:
+            note(number)
+            _before_leaving(_asked_by)
         os._exit(EXIT_STOPPED)
 
 

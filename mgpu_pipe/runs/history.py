@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
+from typing import NoReturn
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.config.paths import RunPaths
@@ -51,16 +53,14 @@ def begin(paths: RunPaths, attempt: int, step: Path | None, most_without_progres
     if not job:
         return
     entries = read(paths)
-    first = 0 if step is None else int(step.name.rpartition("-")[2])
+    first = _step_of(step)
     if entries and entries[-1].get("ended") is None:
         entries[-1].update(_of_a_killed(paths, entries[-1], step))
         _write(paths, entries)
     if entries and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and entries[-1].get("job") == job:
         hopeless = _hopeless(entries, first, most_without_progress)
         if hopeless:
-            known = {"status": "failed", "step": first, "metrics": {}, "error": {"message": hopeless}}
-            write_summary(paths, {**known, "attempts": entries})
-            raise WorkerError(hopeless)
+            _give_up(paths, first, hopeless, entries)
     entry: Entry = {
         "attempt": attempt,
         "job": job,
@@ -72,6 +72,52 @@ def begin(paths: RunPaths, attempt: int, step: Path | None, most_without_progres
     if bad := _bad_nodes(paths):
         entry["left_out"] = bad
     _write(paths, [*entries, entry])
+
+
+def note_unbegun(paths: RunPaths, started: float, cause: str) -> None:
+    """Write that a job's attempt was stopped before its run began."""
+    entries, newest = read(paths), _newest(paths)
+    if entries and entries[-1].get("ended") is None:
+        entries[-1].update(_of_a_killed(paths, entries[-1], newest))
+    step = _step_of(newest)
+    entry: Entry = {
+        "attempt": len(entries) + 1,
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "nodes": os.environ.get("SLURM_JOB_NODELIST", ""),
+        "started": started,
+        "from_step": step,
+    }
+    ends: Entry = {"ended": time.time(), "status": "stopped", "cause": cause, "step": step, "lost_s": 0.0}
+    _write(paths, [*entries, {**entry, **ends, "retry": False}])
+
+
+def check_progress(paths: RunPaths, most_without_progress: int) -> None:
+    """Refuse to go on where the time limit has stopped too many attempts in a row before they took a step.
+
+    Raises:
+        WorkerError: says so; the run's summary does, too.
+    """
+    entries = read(paths)
+    stuck = list(takewhile(_stopped_on_the_spot, entries[::-1]))
+    if len(stuck) <= most_without_progress:
+        return
+    hopeless = (
+        f"launch.max_restarts_without_progress={most_without_progress}: the time limit stopped the last {len(stuck)} "
+        "attempts before they took a step; raise launch.time, or lower launch.warning_s"
+    )
+    _give_up(paths, _step_of(_newest(paths)), hopeless, entries)
+
+
+def _stopped_on_the_spot(entry: Entry) -> bool:
+    by_the_limit = str(entry.get("cause", "")).startswith(signal.SIGUSR1.name)
+    of_this_job = entry.get("job") == os.environ.get("SLURM_JOB_ID")
+    return of_this_job and by_the_limit and entry.get("step") == entry.get("from_step")
+
+
+def _give_up(paths: RunPaths, step: int, why: str, entries: list[Entry]) -> NoReturn:
+    known = {"status": "failed", "step": step, "metrics": {}, "error": {"message": why}}
+    write_summary(paths, {**known, "attempts": entries})
+    raise WorkerError(why)
 
 
 def end(paths: RunPaths, status: str, step: int, cause: str, *, retry: bool) -> list[Entry]:
@@ -153,6 +199,10 @@ def _nodes_down(nodes: str) -> str:
 
 def _newest(paths: RunPaths) -> Path | None:
     return max(layout.committed(paths.checkpoints).items(), default=(0, None))[1]
+
+
+def _step_of(folder: Path | None) -> int:
+    return 0 if folder is None else int(folder.name.rpartition("-")[2])
 
 
 def _since(saved: Path | None, entry: Mapping[str, object]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +36,7 @@ class Relay:
     def __init__(self, to: int, late_s: float = 0, rate: float = 0, most: int = 1 << 40) -> None:
         self.to, self.late_s, self.rate, self.most = to, late_s, rate, most
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
+        self.port, self.met = self.listener.getsockname()[1], threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -43,6 +44,7 @@ class Relay:
             while True:
                 near = self.listener.accept()[0]
                 far = self._connected()
+                self.met.set()
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._hand_on, args=ends, daemon=True).start()
 
@@ -65,7 +67,16 @@ class Relay:
 
 
 def step(folder: Path, nodes: int, each: int, ports: dict[int, int], **variables: str) -> tuple[list[int], str]:
-    """A step of ``nodes`` with ``each`` tasks, whose nodes are told these ports; exit codes, and what they say."""
+    """Exit codes of :func:`started` tasks, and what they say."""
+    tasks = started(folder, nodes, each, ports, **variables)
+    said = [task.communicate(timeout=60)[1] for task in tasks]
+    return [task.returncode for task in tasks], "".join(said)
+
+
+def started(
+    folder: Path, nodes: int, each: int, ports: dict[int, int], **variables: str
+) -> list[subprocess.Popen[str]]:
+    """A step of ``nodes`` with ``each`` tasks, whose nodes are told these ports."""
     told = {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": f"n[0-{nodes - 1}]",
@@ -73,7 +84,7 @@ def step(folder: Path, nodes: int, each: int, ports: dict[int, int], **variables
         "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{nodes})",
         "MASTER_ADDR": "127.0.0.1",
     }
-    tasks = [
+    return [
         subprocess.Popen(
             [sys.executable, "-c", TASK, str(folder), f"n{rank // each}", "3"],
             env={
@@ -85,8 +96,6 @@ def step(folder: Path, nodes: int, each: int, ports: dict[int, int], **variables
         )
         for rank in range(nodes * each)
     ]  # fmt: skip
-    said = [task.communicate(timeout=60)[1] for task in tasks]
-    return [task.returncode for task in tasks], "".join(said)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +140,19 @@ def test_a_first_node_that_none_reaches_well_is_named(tmp_path: Path, nodes: int
     codes, said = step(tmp_path, nodes, 1, {0: port, 1: relay, 2: relay})
     assert all(codes), said
     assert [line.split()[0] for line in (tmp_path / BAD_NODES).read_text().splitlines()] == named
+
+
+def test_a_task_that_leaves_since_the_step_is_stopped_is_no_bad_link(tmp_path: Path) -> None:
+    port = free_port()
+    slow = Relay(port, rate=1 << 20)
+    tasks = started(tmp_path, 2, 1, {0: port, 1: slow.port})
+    slow.met.wait(60)
+    for task in reversed(tasks):  # the first one hears of it late
+        time.sleep(0.5)
+        task.send_signal(signal.SIGUSR1)
+    said = "".join(task.communicate(timeout=60)[1] for task in tasks)
+    assert [task.returncode for task in tasks] == [-signal.SIGUSR1] * 2, said
+    assert "error" not in said and not (tmp_path / BAD_NODES).exists()
 
 
 def test_one_node_has_no_links(tmp_path: Path) -> None:

@@ -52,3 +52,25 @@ def test_a_run_that_only_crashes_ends(paths: RunPaths, monkeypatch: pytest.Monke
         history.end(paths, "failed", 0, "it crashes", retry=True)
     with pytest.raises(WorkerError, match=r"launch.max_restarts_without_progress=1: the last 2 attempts crashed"):
         history.begin(paths, 3, None, 1)
+
+
+def test_a_run_whose_time_limit_leaves_no_step_ends(paths: RunPaths) -> None:
+    cause = "SIGUSR1 (the time limit is near)"
+    history.begin(paths, 1, None, 1)
+    history.end(paths, "stopped", 0, cause, retry=False)
+    history.check_progress(paths, 1)
+    history.note_unbegun(paths, time.time(), "SIGTERM (preempted, requeued or cancelled)")
+    for _ in range(2):
+        history.check_progress(paths, 1)
+        history.note_unbegun(paths, time.time(), cause)
+    with pytest.raises(WorkerError, match="the time limit stopped the last 2 attempts before they took a step; raise"):
+        history.check_progress(paths, 1)
+    assert '"status": "failed"' in paths.summary.read_text()
+    history.check_progress(paths, 2)
+
+
+def test_another_job_of_the_run_begins_anew(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        history.note_unbegun(paths, time.time(), "SIGUSR1 (the time limit is near)")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    history.check_progress(paths, 0)
