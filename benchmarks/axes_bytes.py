@@ -37,6 +37,7 @@ class Case:
     dp_shard: int = 1
     sequence_parallel: bool = False
     method: str = "ring"
+    peft: str = "none"
 
     @property
     def world(self) -> int:
@@ -50,6 +51,7 @@ class Case:
             f"strategy.cp={self.cp}",
             f"strategy.sequence_parallel={str(self.sequence_parallel).lower()}",
             f"strategy.context.method={self.method}",
+            f"peft={self.peft}",
             *([f"strategy.pipeline.layers={[LAYERS // self.pp] * self.pp}"] if self.pp > 1 else []),
         ]
 

@@ -112,8 +112,8 @@ def axes_traffic(
       gradients are reduce-scattered a micro-batch. With a pipeline, which keeps weights and gradients whole for the
       length of a step batch, each once a step. Once a step an all-reduce of a float64 a parameter, whether it has a
       gradient.
-    * Once a step, over all processes: an all-reduce of the sum of losses and the stop flag, and one of the gradient's
-      sum of squares, in float64.
+    * Once a step, over all processes: an all-reduce of the sum of losses, the stop flag, the step's time and whether a
+      save is due, and one of the gradient's sum of squares, in float64.
     """
     shape, batches = Shape.of(fields), step.micro_batches
     first, last = stage == 0, stage == dims.pp - 1
@@ -161,6 +161,6 @@ def axes_traffic(
         exchange("weights gathered", times * (units + again), gathered, shards)
         exchange("gradients reduce-scattered", times * units, reduced, shards)
         sent["used gradients"] = 1, all_reduced(FP64 * (LAYER_TENSORS * layers + first + 2 * last), shards)
-    sent["loss and stop flag"] = 1, all_reduced(2 * FP64, dims.world_size)
+    sent["loss and stop flag"] = 1, all_reduced(4 * FP64, dims.world_size)
     sent["gradient norm"] = 1, all_reduced(FP64, dims.world_size)
     return sent

@@ -13,6 +13,7 @@ from benchmarks import axes_bytes, expert_bytes
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planner.traffic import all_reduced, exchanged, expert_traffic
+from tests.support.processes import run_processes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -32,6 +33,15 @@ def test_a_step_on_these_axes_sends_what_was_counted(axes: str) -> None:
     rows = {row["collective"]: row for row in counted("axes_bytes") if row["axes"] == axes}
     assert dict(calls) == {name: row["calls"] for name, row in rows.items()}
     assert dict(sent) == {name: row["sent bytes"] for name, row in rows.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["tp2, sequence", pytest.param("cp2 ring", marks=pytest.mark.exhaustive)])
+def test_a_step_sends_what_the_closed_form_says(axes: str) -> None:
+    case, fields = axes_bytes.CASES[axes], resolved_fields(compose([f"model={axes_bytes.MODEL}"])[0].model)
+    for (found,) in run_processes(case.world, axes_bytes.measure, [case]):
+        expected = axes_bytes.closed_form(case, found["stage"], fields)
+        assert {name: (found["calls"][name], found["sent"][name]) for name in found["calls"]} == expected
 
 
 def test_expert_parallelism_sends_what_was_counted() -> None:
