@@ -50,7 +50,7 @@ def record(name: str, run: RunPaths, bases: Sequence[RunPaths]) -> None:
         reached = before["metrics"].get("val/exact_match")
         told = "" if reached is None else f", which answers {reached:.2%}"
         notes += f" Before it {before['wall_s']:.0f} s of the run that it starts from{told}."
-    if name == "wav2vec2_spoken_digits":
+    if name.endswith("_spoken_digits"):
         notes += f" Word error rate for flite, a synthesiser that was never heard: {heard_of_flite(run)}."
     if name == "lora_chat":
         notes += f" Held out and also trained on: {overlap()}."

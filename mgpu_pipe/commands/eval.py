@@ -89,6 +89,7 @@ def _held_out(run: LoadedRun, config: RunConfig) -> int:
         raise ConfigError("data.validation_fraction", config.data.validation_fraction, fix, "nothing is held out")
     fix_rotary_length(run.model, config.data.seq_len)
     objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
+    objective.of_data(prepared)
     if run.config is not None:
         objective.of_run(RunStart(config, run.source.parents[1], prepared, BatchPlan.resolve(config.data, 1), 0, 0))
     result = evaluate_step_batches(objective, step_batches)

@@ -12,6 +12,7 @@ PRIVATE = (
     "transformers:PreTrainedModel._keys_to_ignore_on_save",
     "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
     "transformers.models.wav2vec2.modeling_wav2vec2:Wav2Vec2Model._mask_hidden_states",
+    "transformers.models.whisper.modeling_whisper:WhisperModel._mask_input_features",
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts._apply_gate",
 )
 
@@ -59,3 +60,8 @@ def gated(experts: Any, inner: Any) -> Any:
 def hide_by(model: Any, hide: Any) -> None:
     """Have an encoder of waveforms hide frames and features by this function of its states, not at random."""
     model.base_model._mask_hidden_states = hide
+
+
+def hide_nothing(model: Any) -> None:
+    """Have an encoder of spectrograms hide nothing of them by itself."""
+    model.base_model._mask_input_features = lambda features, attention_mask=None: features

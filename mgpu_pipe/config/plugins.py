@@ -70,7 +70,7 @@ SAMPLES = {
 """The kind of samples that a data source gives; packed text where it is not listed."""
 OBJECTIVES = (
     *("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill"),
-    *("image_classification", "contrastive", "vision_language", "ctc"),
+    *("image_classification", "contrastive", "vision_language", "ctc", "speech_seq2seq"),
 )
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")

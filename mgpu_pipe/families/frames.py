@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 
@@ -23,6 +24,13 @@ class Frames:
         for kernel, stride in zip(self.kernels[:layers], self.strides[:layers], strict=True):
             samples = (samples - kernel) // stride + 1
         return samples
+
+    def fault(self, numbers: Sequence[int], samples: int) -> str | None:
+        """Why CTC cannot learn a transcript of these characters from a recording of so many samples: it puts a blank
+        between equal ones (Graves et al. 2006)."""
+        needed = len(numbers) + sum(one == other for one, other in pairwise(numbers))
+        there = self.of_samples(samples)
+        return None if needed <= there else f"has a text that needs {needed} frames; the recording has {there}"
 
     def samples_of(self, frames: int) -> int:
         """The fewest samples that make so many frames."""

@@ -93,9 +93,11 @@ def generate_text(
         sight: the pictures of each prompt.
 
     Raises:
-        BadInputError: a prompt that fills the model's context, that the chat template refuses, or that has not as many
-            places as pictures.
+        BadInputError: a model of speech; a prompt that fills the model's context, that the chat template refuses, or
+            that has not as many places as pictures.
     """
+    if model.main_input_name == "input_features":
+        raise BadInputError(f"{type(model).__name__} hears recordings and continues no text: use mgpu-pipe eval")
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
     answers = bool(model.config.is_encoder_decoder)

@@ -29,6 +29,13 @@ def probe(model: PreTrainedModel) -> Inputs:
     if model.main_input_name == "input_values":
         samples = Frames.of_fields(model.config.to_dict()).samples_of(PROBE_TOKENS)
         return {"input_values": torch.randn(PROBE_ROWS, samples, generator=generator)}
+    if model.main_input_name == "input_features":
+        shape = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        ids = torch.randint(0, model.config.vocab_size, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+        return {
+            "input_features": torch.randn(PROBE_ROWS, *shape, generator=generator),
+            "decoder_input_ids": ids[:, : model.config.max_target_positions],
+        }
     if two_towers or model.main_input_name == "pixel_values":
         inputs["pixel_values"] = torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)
         if not two_towers:

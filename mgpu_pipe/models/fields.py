@@ -42,6 +42,7 @@ MODEL_CLASSES = {
     ),
     "AutoModelForImageTextToText": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "vision-language model"),
     "AutoModelForCTC": ("MODEL_FOR_CTC_MAPPING_NAMES", "model of speech"),
+    "AutoModelForSpeechSeq2Seq": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "model that writes down speech"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
@@ -49,8 +50,14 @@ TEXT = "text_config"
 """A model's part that reads text."""
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes, of which one takes the place of another."""
-ALPHABET = ("vocab_size", "pad_token_id")
-"""What the characters of transcripts decide."""
+ALPHABET = {
+    "AutoModelForCTC": ("vocab_size", "pad_token_id"),
+    "AutoModelForSpeechSeq2Seq": (
+        *(f"{name}_token_id" for name in ("bos", "eos", "pad", "decoder_start")),
+        *("suppress_tokens", "begin_suppress_tokens"),
+    ),
+}
+"""What that in which transcripts are written decides, by the class of a model."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""

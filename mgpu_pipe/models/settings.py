@@ -62,8 +62,8 @@ def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
     decided: dict[str, Any] = {name: saved[name] for name in LABELS if name in saved}
     if model.path is None:
         decided.update({name: saved[name] for name in PICTURE if name in saved})
-    if saved.get("model_type") in model_types("AutoModelForCTC"):
-        decided.update({name: saved[name] for name in ALPHABET if name in saved})
+    written = next((names for kind, names in ALPHABET.items() if saved.get("model_type") in model_types(kind)), ())
+    decided.update({name: saved[name] for name in written if name in saved})
     own, recorded = model.config.get(TEXT), saved.get(TEXT)
     if model.path is None and isinstance(own, Mapping) and isinstance(recorded, Mapping):
         decided[TEXT] = {**own, **{name: recorded[name] for name in ("eos_token_id",) if name in recorded}}

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.objective import Description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec
-from mgpu_pipe.data.samples import SampleSet
+from mgpu_pipe.data.samples import Prepared, SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
@@ -183,6 +183,9 @@ class Objective(pl.LightningModule, ABC):
 
     def first_weights(self, start: RunStart) -> None:
         """Called when the model holds the weights that the run begins with, also where it goes on from others."""
+
+    def of_data(self, prepared: Prepared) -> None:
+        """Called before training or an evaluation with the data: what evaluating needs to know of it is kept here."""
 
     def of_run(self, start: RunStart) -> None:
         """Called before a run's held-out samples are evaluated by another program: what is to be known of the run.

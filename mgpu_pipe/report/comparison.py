@@ -15,6 +15,8 @@ from mgpu_pipe.report.run_view import RunView, differing, names_the_run
 
 PNG = re.compile("iVBORw0KGgo[A-Za-z0-9+/]{0,100000}={0,2}")
 """The base64 of a small PNG file."""
+OGG = re.compile("T2dnU[A-Za-z0-9+/]{0,400000}={0,2}")
+"""The base64 of a short Ogg file."""
 
 
 def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
 
 def samples(views: list[RunView]) -> list[dict[str, Any]]:
     """Generated texts by prompt, apart from the prompt itself: each run's last, and of a run alone its earlier ones."""
-    by_prompt: dict[str, dict[str, list[dict[str, str]]]] = {}
+    by_prompt: dict[tuple[str, str], dict[str, list[dict[str, str]]]] = {}
     pictures: list[dict[str, Any]] = []
     for view, label in zip(views, run_labels(views), strict=True):
         for age, (step, made) in enumerate(reversed(view.samples)):
@@ -63,18 +65,22 @@ def samples(views: list[RunView]) -> list[dict[str, Any]]:
                 prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
                 title = label if len(views) > 1 else f"step {step:,}" if len(view.samples) > 1 else ""
                 told = {"title": title, "text": text.removeprefix(prompt) if prompt else text}
-                if picture := picture_of(sample):
+                if picture := encoded_of(sample, "image", PNG):
                     pictures.append({"picture": picture, "prompt": prompt, **told})
                     continue
-                shown = by_prompt.setdefault(prompt, {"texts": [], "earlier": []})
+                sound = encoded_of(sample, "audio", OGG)
+                shown = by_prompt.setdefault((prompt, sound), {"texts": [], "earlier": []})
                 shown["earlier" if age else "texts"].append(told)
-    return [*pictures, *({"picture": "", "prompt": prompt, **shown} for prompt, shown in by_prompt.items())]
+    others = (
+        {"picture": "", "prompt": prompt, "sound": sound, **shown} for (prompt, sound), shown in by_prompt.items()
+    )
+    return [*pictures, *others]
 
 
-def picture_of(sample: Mapping[str, Any]) -> str:
-    """The base64 of a sample's PNG; empty where it has none, or something else there."""
-    found = sample.get("image")
-    return found if isinstance(found, str) and PNG.fullmatch(found) else ""
+def encoded_of(sample: Mapping[str, Any], name: str, kind: re.Pattern[str]) -> str:
+    """The base64 of a sample's picture or sound; empty where it has none, or something else there."""
+    found = sample.get(name)
+    return found if isinstance(found, str) and kind.fullmatch(found) else ""
 
 
 def _headlines(views: list[RunView]) -> list[Any]:

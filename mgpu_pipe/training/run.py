@@ -115,6 +115,7 @@ def train(
         optimizer_factory(config.optimizer, model, precision),
         build_schedule(config.scheduler, total_steps),
     )
+    objective.of_data(prepared)
     writer = _metrics_writer(paths, start_step, config, objective) if rank == 0 else None
     own_writer = rank_writer(paths, rank, world_size, start_step)
     start = RunStart(config, paths.root, prepared, plan, dims.data_parallel_rank(rank), max_steps)

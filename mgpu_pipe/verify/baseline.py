@@ -101,4 +101,7 @@ class BaselineRun:
         if self._compute_dtype is None:
             return self.model(**inputs)
         cast = {name: p.to(self._compute_dtype) for name, p in self.model.named_parameters()}
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():  # pictures, sound
+                inputs[name] = value.to(self._compute_dtype)
         return torch.func.functional_call(self.model, cast, kwargs=inputs)

@@ -27,6 +27,8 @@ FEED_FORWARDS = (
     "d_ff",
     "ffn_hidden_size",
     "n_inner",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "shared_intermediate_size",
@@ -50,6 +52,8 @@ PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
 PATCHES_IN_TEXT = 2
 """Patches across a picture that stands among text."""
+POSITIONS, BANDS = 16, 8
+"""Of an encoder that reads spectrograms."""
 CONVOLUTION = 16
 """Channels of the convolutions that a waveform goes through."""
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index")
@@ -89,6 +93,9 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
         wanted.update(patch_size=patch, image_size=patch * min(fields["image_size"] // fields["patch_size"], PATCHES))
     if isinstance(fields.get("conv_dim"), list | tuple):
         wanted["conv_dim"] = [min(size, CONVOLUTION) for size in fields["conv_dim"]]
+    for name, most in (("max_source_positions", POSITIONS), ("num_mel_bins", BANDS)):
+        if isinstance(fields.get(name), int):
+            wanted[name] = min(fields[name], most)
     if isinstance(fields.get("projection_dim"), int):
         wanted["projection_dim"] = min(fields["projection_dim"], WIDTH)
     changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
@@ -150,6 +157,7 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
         width = heads * HEAD_DIM  # some families rest on it
     sizes: dict[str, Any] = {
         "num_attention_heads": heads,
+        **({"decoder_attention_heads": heads} if "decoder_attention_heads" in fields else {}),
         "hidden_size": width,
         **({"head_dim": HEAD_DIM} if has_head_dim else {}),
         "word_embed_proj_dim": width,
@@ -214,8 +222,9 @@ def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
     sparse_step = fields.get("decoder_sparse_step") or 1
     count = _multiple(stages, min(layers, max(LAYERS, kinds, sparse_step)))
     sizes: dict[str, Any] = {"num_hidden_layers": count}
-    if isinstance(fields.get("num_decoder_layers"), int):
-        sizes["num_decoder_layers"] = min(fields["num_decoder_layers"], LAYERS)
+    for name in ("num_decoder_layers", "decoder_layers"):
+        if isinstance(fields.get(name), int):
+            sizes[name] = min(fields[name], LAYERS)
     for name, value in lists.items():
         # Every kind of layer stays, in the order of first appearance.
         order = list(dict.fromkeys(value))

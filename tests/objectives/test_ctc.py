@@ -217,6 +217,10 @@ def broken(folder: Path, kind: str) -> str:
         write_wav(path, np.tile(wave, 40))
     elif kind == "stereo":
         write_wav(path, np.stack([wave, -0.5 * wave], 1).reshape(-1), channels=2)
+    elif kind == "clipped":
+        write_wav(path, np.clip(50 * wave, -1, 1))
+    elif kind == "hush":
+        write_wav(path, 0 * wave)
     elif kind == "rate":
         write_wav(path, tones("ab", 1, 22050), 22050)
     else:
@@ -237,6 +241,8 @@ def broken(folder: Path, kind: str) -> str:
         ("label", "has a text that needs 80 frames; the recording has"),
         ("blank", "has an empty text"),
         ("unknown", "has '!' in its text, which the model's alphabet has not"),
+        ("clipped", ""),
+        ("hush", ""),
         ("stereo", ""),
         ("rate", ""),
     ],
@@ -263,6 +269,9 @@ def test_a_bad_recording_is_named_or_left_out_and_others_are_read(tmp_path: Path
     samples = prepare(config).open(config, "train")
     heard = samples.batch(np.array([40]), np.array([0]))
     assert heard["lengths"].tolist() == [2 * (RATE // 5)], "one channel of the model's rate"
+    if kind in ("clipped", "hush"):
+        assert bool(heard["input_values"].isfinite().all()), "it is used as it is"
+        return
     plain = torch.from_numpy(tones("ab", 1))
     assert torch.corrcoef(torch.stack([plain, heard["input_values"][0]]))[0, 1] > 0.97
 
@@ -304,6 +313,7 @@ def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and summary["model"]["class"] == "Wav2Vec2ForCTC"
     assert summary["metrics"]["val/word_error_rate"] >= 0.5 and len(summary["samples"]) == 12
+    assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:audio/ogg;base64,T2dnU') >= 12
     told = mgpu(cache, tmp_path, "eval", str(folder), "data.held_out=synthesiser", "--device", "cpu")
     assert "word_error_rate" in told and "of 16 held-out samples" in told
 

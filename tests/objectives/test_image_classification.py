@@ -20,7 +20,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
-from mgpu_pipe.report.comparison import picture_of
+from mgpu_pipe.report.comparison import PNG, encoded_of
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
@@ -210,5 +210,6 @@ def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     assert all(sample["text"].endswith(", wrong") for sample in samples), "those first that the model gets wrong"
     assert "Confusion" in report and "what it was taken for" in report
     hostile = {**samples[0], "image": samples[0]["image"] + '"><script>'}
-    assert picture_of(samples[0]) and not picture_of(hostile) and not picture_of({"image": "https://x"})
+    others = (hostile, {"image": "https://x"})
+    assert encoded_of(samples[0], "image", PNG) and not any(encoded_of(one, "image", PNG) for one in others)
     assert "1,438 samples to train on, 359 held out" in " ".join(done.split())

@@ -94,6 +94,7 @@ def model_class(source: ModelConfig) -> str | None:
     two_towers = dict.fromkeys(("clip", "siglip"), "AutoModelForZeroShotImageClassification")
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
     known.update({"llava": "AutoModelForImageTextToText", "wav2vec2": "AutoModelForCTC"})
+    known["whisper"] = "AutoModelForSpeechSeq2Seq"
     return known.get(str(source.type))
 
 

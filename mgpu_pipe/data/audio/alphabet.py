@@ -54,6 +54,15 @@ class Alphabet:
         return cls(numbers, numbers[blank], space)
 
     @property
+    def between_words(self) -> int:
+        return self.numbers[self.space]
+
+    @property
+    def model_fields(self) -> dict[str, Any]:
+        """Of the configuration of a model that learns this alphabet anew."""
+        return {"vocab_size": self.size, "pad_token_id": self.blank}
+
+    @property
     def size(self) -> int:
         return max(self.numbers.values()) + 1
 

@@ -7,6 +7,7 @@ from mgpu_pipe.data.audio import spoken_digits
 from mgpu_pipe.data.audio.decode import soundfile
 from mgpu_pipe.data.audio.keys import AudioConfig, SpokenDigitsConfig
 from mgpu_pipe.data.audio.listen import listed
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.read import Sound
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
@@ -19,7 +20,7 @@ def check_recordings(config: RunConfig) -> None:
     """
     data, errors = config.data, list[BadInputError]()
     assert isinstance(data, AudioConfig)
-    checks = [soundfile, lambda: Sound.of(data, config.model)]
+    checks = [soundfile, lambda: LogMel.of(config.model, Sound.of(data, config.model).rate)]
     if isinstance(data, SpokenDigitsConfig):
         checks.append(lambda: spoken_digits.program(spoken_digits.ESPEAK))
         if data.held_out == "synthesiser":

@@ -38,8 +38,7 @@ class SpeechSamples:
         assert isinstance(config.data, AudioConfig)
         self._data, self._seed, self._split, self._reopen = config.data, config.seed, split, reopen
         self._sound = Sound.of(config.data, config.model)
-        alphabet = prepared.alphabet()
-        self._between_words = alphabet.numbers[alphabet.space]
+        self._between_words = prepared.alphabet().between_words
         folder, labels, among = prepared.folder_of(split), prepared.labels_of(split), prepared.among_kept(split)
         starts = load_array(labels / "starts.npy")
         self._numbers, self._start, self._end = load_array(labels / "labels.npy"), starts[among], starts[among + 1]

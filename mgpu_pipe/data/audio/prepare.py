@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,13 +25,16 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.alphabet import VOCABULARY, Alphabet
 from mgpu_pipe.data.audio.keys import AudioConfig
 from mgpu_pipe.data.audio.listen import heard_folders, transcripts
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.read import Sound, frames_of
 from mgpu_pipe.data.audio.sorted_steps import SortedSteps
+from mgpu_pipe.data.audio.words import Words, words_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
 from mgpu_pipe.data.text.split import held_out
 from mgpu_pipe.data.text.token_store import load_array, save_array
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.families.frames import Frames
 
@@ -65,7 +67,7 @@ class PreparedSpeech(Prepared):
     tokenizer_folder: Path
     """The alphabet, and how recordings become the model's input, as transformers reads them."""
     new_alphabet: bool
-    """The model's vocabulary is to be the alphabet."""
+    """The model is new: its vocabulary is the alphabet, or its special tokens are those of the words."""
     recordings: int
     bad_samples: int
     """Recordings that were left out."""
@@ -125,12 +127,12 @@ class PreparedSpeech(Prepared):
     def context(self, config: RunConfig) -> float:
         return 0.0
 
-    def alphabet(self) -> Alphabet:
-        return Alphabet.of_folder(self.tokenizer_folder)
+    def alphabet(self) -> Alphabet | Words:
+        folder = self.tokenizer_folder
+        return Words(folder) if (folder / TOKENIZER).is_file() else Alphabet.of_folder(folder)
 
     def model_fields(self) -> dict[str, Any]:
-        alphabet = self.alphabet()
-        return {"vocab_size": alphabet.size, "pad_token_id": alphabet.blank} if self.new_alphabet else {}
+        return self.alphabet().model_fields if self.new_alphabet else {}
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
@@ -153,16 +155,23 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
     """
     data, told = config.data, progress or no_progress
     assert isinstance(data, AudioConfig)
-    sound, frames = Sound.of(data, config.model), frames_of(config.model)
+    sound = Sound.of(data, config.model)
+    window = LogMel.of(config.model, sound.rate)
+    limits = frames_of(config.model) if window is None else window
     cache = cache_folder(data.cache_dir).absolute()
     with writing_to_cache(cache):
         private_folder(cache)
         folder, held = heard_folders(data, sound, cache, told)
-        alphabet, new = _alphabet(config, folder)
-        tokenizer = _alphabet_folder(alphabet, sound, cache)
-        fastest = 1 + data.speed
-        labels = _labels(folder, alphabet, frames, fastest, cache)
-        held_labels = labels if held == folder else _labels(held, alphabet, frames, 1.0, cache)
+        alphabet: Alphabet | Words
+        if window is None:
+            alphabet, new = _alphabet(config, folder)
+            tokenizer = _alphabet_folder(alphabet, sound, cache)
+        else:
+            alphabet = words_of(config, _training_texts(config, folder, held), window, cache)
+            tokenizer, new = alphabet.folder, config.model.path is None
+        written = (alphabet, limits, tokenizer.name)
+        labels = _labels(folder, *written, data.speed, cache)
+        held_labels = labels if held == folder else _labels(held, *written, 0.0, cache)
     manifests = [read_manifest(one) or {} for one in dict.fromkeys((folder, held, labels, held_labels))]
     bad = [(path, reason) for one in manifests for path, reason in one["bad"]]
     _say(bad, data.on_bad_sample)
@@ -218,9 +227,24 @@ def _alphabet_folder(alphabet: Alphabet, sound: Sound, cache: Path) -> Path:
     return folder
 
 
-def _labels(folder: Path, alphabet: Alphabet, frames: Frames, fastest: float, cache: Path) -> Path:
-    """The folder with the numbers of the transcripts' characters, of those recordings that can be used."""
-    name = digest_of("labels", _FORMAT, folder.name, asdict(alphabet), asdict(frames), fastest)
+def _training_texts(config: RunConfig, folder: Path, held: Path) -> list[str]:
+    texts = transcripts(folder)[0]
+    if held != folder or config.data.validation_paths:
+        return texts
+    kept = ~held_out(load_array(folder / "hashes.npy"), config.data.validation_fraction)
+    return [text for text, use in zip(texts, kept.tolist(), strict=True) if use] or texts
+
+
+def _labels(
+    folder: Path, alphabet: Alphabet | Words, limits: Frames | LogMel, written: str, speed: float, cache: Path
+) -> Path:
+    """The folder with the numbers of what the transcripts are written in, of those recordings that can be used.
+
+    Args:
+        written: name of the alphabet's folder.
+        speed: share by which recordings are played faster or slower at most.
+    """
+    name = digest_of("labels", _FORMAT, folder.name, written, asdict(limits), speed)
 
     def build(out: Path) -> dict[str, Any]:
         texts, names = transcripts(folder)
@@ -228,7 +252,8 @@ def _labels(folder: Path, alphabet: Alphabet, frames: Frames, fastest: float, ca
         kept, labels, bad = list[int](), list[list[int]](), list[list[str]]()
         for at, (text, named, length) in enumerate(zip(texts, names, lengths, strict=True)):
             fitted = alphabet.fitted(text)
-            fault = _fault_of(fitted, alphabet, frames, int(length / fastest))
+            worst = 1 - speed if isinstance(limits, LogMel) else 1 + speed  # too long, or too short
+            fault = _fault_of(fitted, alphabet, limits, int(length / worst))
             if fault is None:
                 kept.append(at)
                 labels.append(alphabet.encode(fitted))
@@ -244,18 +269,14 @@ def _labels(folder: Path, alphabet: Alphabet, frames: Frames, fastest: float, ca
     return out
 
 
-def _fault_of(text: str, alphabet: Alphabet, frames: Frames, samples: int) -> str | None:
+def _fault_of(text: str, alphabet: Alphabet | Words, limits: Frames | LogMel, samples: int) -> str | None:
     """Why a transcript cannot be learnt from a recording of so many samples."""
     if not text:
         return "has an empty text"
     strange = alphabet.strange(text)
     if strange:
         return f"has {strange!r} in its text, which the model's alphabet has not"
-    numbers = alphabet.encode(text)
-    # CTC puts a blank between equal characters (Graves et al. 2006).
-    needed = len(numbers) + sum(one == other for one, other in pairwise(numbers))
-    there = frames.of_samples(samples)
-    return None if needed <= there else f"has a text that needs {needed} frames; the recording has {there}"
+    return limits.fault(alphabet.encode(text), samples)
 
 
 def _say(bad: Sequence[tuple[str, str]], on_bad_sample: str) -> None:

@@ -12,6 +12,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.alphabet import PREPROCESSOR
 from mgpu_pipe.data.audio.decode import Wave, decode, resampled
 from mgpu_pipe.data.audio.keys import AudioConfig
+from mgpu_pipe.data.audio.log_mel import reads_spectrograms
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
 from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.data.text.tokenizer_folder import json_file
@@ -52,7 +53,7 @@ class Sound:
             raise ConfigError("data.sampling_rate", data.sampling_rate, "leave it out", reason)
         usual = own if isinstance(own, int) and own > 0 else USUAL_RATE
         rate = usual if data.sampling_rate == "auto" else data.sampling_rate
-        return cls(rate, bool(said.get("do_normalize", True)))
+        return cls(rate, bool(said.get("do_normalize", not reads_spectrograms(model))))
 
     def changed(self, wave: Wave, data: AudioConfig, random: np.random.Generator) -> Wave:
         """A training recording: faster or slower, and with noise, at random."""

@@ -1,0 +1,147 @@
+"""The tokens that a decoder writes transcripts in: a tokenizer's, in a folder that transformers reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.alphabet import PREPROCESSOR
+from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.cache import build_once, digest_of, write_json
+from mgpu_pipe.data.text.tokenizer import model_field, model_vocab_size, resolve_tokenizer
+from mgpu_pipe.data.text.tokenizer_folder import CONFIG, FILES, TOKENIZER, existing_file, json_file, special_tokens
+from mgpu_pipe.data.text.tokenizer_train import BYTE_LEVEL_MINIMUM, END_OF_TEXT, train_bpe
+from mgpu_pipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_FORMAT = 1
+START = "<|startoftranscript|>"
+"""As Whisper's own tokenizer calls it."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """Attributes:
+    folder: of the tokenizer.
+    """
+
+    folder: Path
+    between_words: ClassVar[int] = -1
+    """No token stands there."""
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.folder / TOKENIZER))
+
+    @cached_property
+    def end(self) -> int:
+        """The token that ends a transcript."""
+        found = self._tokenizer.token_to_id(special_tokens(self.folder)["eos_token"])
+        assert found is not None  # it was looked up when the folder was made
+        return found
+
+    @cached_property
+    def start(self) -> int:
+        """The token that the decoder begins with; the end, where the tokenizer has none for it."""
+        found = self._tokenizer.token_to_id(START)
+        return self.end if found is None else found
+
+    @property
+    def model_fields(self) -> dict[str, Any]:
+        """Of the configuration of a new model that writes them."""
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), self.end)
+        suppressed = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"))
+        return {**ends, **suppressed, "decoder_start_token_id": self.start}
+
+    def fitted(self, text: str) -> str:
+        """``text`` with single spaces."""
+        return " ".join(text.split())
+
+    def strange(self, text: str) -> str:
+        """The characters that have no token."""
+        unknown = special_tokens(self.folder).get("unk_token")
+        number = None if unknown is None else self._tokenizer.token_to_id(unknown)
+        if number in (None, self.end):  # of a tokenizer of bytes, as Whisper's, which knows them all
+            return ""
+        return "".join(sorted(one for one in set(text) if number in self._tokenizer.encode(one).ids))
+
+    def encode(self, text: str) -> list[int]:
+        """What the decoder is to write: what its tokenizer puts before the text, without the start, the text, the
+        end."""
+        found: list[int] = self._tokenizer.encode(text).ids
+        found = found[1:] if found[:1] == [self.start] else found
+        return found if found[-1:] == [self.end] else [*found, self.end]
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """What is written up to the end; special tokens say nothing."""
+        kept = []
+        for number in numbers:
+            if number == self.end:
+                break
+            kept.append(number)
+        return self.fitted(self._tokenizer.decode(kept, skip_special_tokens=True))
+
+
+def words_of(config: RunConfig, texts: Iterable[str], window: LogMel, cache: Path) -> Words:
+    """The words of a run, in a folder of the cache; learnt from these texts where the run names no tokenizer.
+
+    Raises:
+        ConfigError, ModelFolderError: the tokenizer is missing or does not fit the model.
+    """
+    if existing_file(config) is None:
+        return Words(_trained(config, list(texts), window, cache))
+    known = resolve_tokenizer(config, [], cache)
+    folder = cache / "words" / digest_of(_FORMAT, known.digest, window.settings())
+
+    def copy(out: Path) -> dict[str, Any]:
+        for name in FILES:
+            if (known.folder / name).is_file():
+                shutil.copyfile(known.folder / name, out / name)
+        write_json(out / PREPROCESSOR, window.settings())
+        return {}
+
+    build_once(folder, copy)
+    words = Words(folder)
+    if config.model.path is not None:
+        for name, own in (("decoder_start_token_id", words.start), ("eos_token_id", words.end)):
+            if (said := model_field(config.model, name)) not in (None, own):
+                reason = f"the model's {name} is {said}, the tokenizer's {own}"
+                raise ConfigError("data.tokenizer", config.data.tokenizer, "use the model's own tokenizer", reason)
+    return words
+
+
+def _trained(config: RunConfig, texts: list[str], window: LogMel, cache: Path) -> Path:
+    size = model_vocab_size(config.model)
+    if size is None:
+        fix, reason = "set it, or data.tokenizer", "data.tokenizer=auto makes a tokenizer of the model's size"
+        raise ConfigError("model.config.vocab_size", None, fix, reason)
+    if size <= BYTE_LEVEL_MINIMUM:
+        reason = "a byte-level tokenizer needs 256 bytes and the tokens that begin and end a transcript"
+        raise ConfigError("model.config.vocab_size", size, f"use at least {BYTE_LEVEL_MINIMUM + 1}", reason)
+    folder = cache / "words" / digest_of(_FORMAT, "trained", texts, size, window.settings())
+
+    def train(out: Path) -> dict[str, Any]:
+        from tokenizers import Tokenizer, processors
+
+        train_bpe(texts, size, out, (START,))
+        tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
+        around = f"{START} $A {END_OF_TEXT}"
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=around, special_tokens=[(name, tokenizer.token_to_id(name)) for name in (START, END_OF_TEXT)]
+        )
+        tokenizer.save(str(out / TOKENIZER))
+        write_json(out / CONFIG, {**json_file(out / CONFIG), "processor_class": "WhisperProcessor"})
+        write_json(out / PREPROCESSOR, {**window.settings(), "processor_class": "WhisperProcessor"})
+        return {}
+
+    build_once(folder, train)
+    return folder

@@ -1,0 +1,182 @@
+"""Speech recognition by an encoder that hears a recording and a decoder that writes what is said (Whisper: Radford et
+al. 2022).
+
+A recording fills a window of fixed length, so it is learnt from as if it were alone. Its word error rate is that of
+what the decoder writes by itself; where each token of the transcript is the likeliest behind those before it, that is
+the transcript, and nothing has to be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.keys import AudioConfig
+from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.prepare import PreparedSpeech
+from mgpu_pipe.data.audio.read import Sound
+from mgpu_pipe.data.audio.spans import Spans, random_of_spans
+from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.samples import Prepared, SampleSet
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.models.dictation import dictated, prepare_to_hear
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.speech_seq2seq_keys import DESCRIPTION, SpeechSeq2SeqConfig
+from mgpu_pipe.objectives.transcripts import errors
+from mgpu_pipe.parallel.randomness import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mgpu_pipe.data.audio.words import Words
+
+LONGEST_OF_VERIFY = 12
+"""Tokens of a transcript that verify makes."""
+
+
+@dataclass(frozen=True)
+class Spectrograms:
+    """Recordings as the encoder reads them; of training ones something may be hidden."""
+
+    recordings: SampleSet
+    window: LogMel
+    hidden: tuple[Spans, Spans]
+    """Of the frames, and of the bands."""
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.recordings)
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        read = self.recordings.batch(indices, numbers)
+        lengths = read["lengths"].tolist()
+        waves = [wave[:length] for wave, length in zip(read["input_values"].numpy(), lengths, strict=True)]
+        features = self.window.of_waves(waves)
+        for row, (length, number) in enumerate(zip(lengths, numbers.tolist(), strict=True)):
+            if number >= 0:  # held-out ones are heard whole
+                random, frames = random_of_spans(self.seed, number), length // self.window.hop
+                features[row][:, :frames][:, self.hidden[0].drawn(frames, random)] = 0
+                features[row][self.hidden[1].drawn(self.window.bins, random)] = 0
+        return {"input_features": torch.from_numpy(features), "labels": read["labels"]}
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return self.recordings.valid_units(indices, numbers)
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return self.recordings.positions(indices)
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.recordings.padding(indices)
+
+
+class SpeechSeq2SeqObjective(Objective):
+    """Cross-entropy of the transcripts under a Hugging Face model ``...ForSpeechSeq2Seq``.
+
+    Args:
+        keys: ``objective.*``.
+    """
+
+    description = DESCRIPTION
+    num_sums = 6
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: SpeechSeq2SeqConfig
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        prepare_to_hear(model)
+        self._loss, self._most = TokenLoss(model, keys.loss_chunk_tokens), keys.max_new_tokens
+        self._words: Words | None = None
+        self.gathers = torch.distributed.is_initialized()  # an evaluation ends for all together
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        return cls(model, optimizer_factory, learning_rate, cast(SpeechSeq2SeqConfig, config.objective))
+
+    @classmethod
+    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
+        assert isinstance(config.data, AudioConfig)
+        window = LogMel.of(config.model, Sound.of(config.data, config.model).rate)
+        assert window is not None
+        fields = resolved_fields(config.model)
+        return Spectrograms(samples, window, (Spans.of(fields, "time"), Spans.of(fields, "feature")), config.seed)
+
+    def of_data(self, prepared: Prepared) -> None:
+        assert isinstance(prepared, PreparedSpeech)
+        self._words = cast("Words", prepared.alphabet())
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """``input_features``, float32, (rows, bands, frames); ``labels``, int64, (rows, tokens), which end with the
+        end-of-text token."""
+        return BatchSpec(
+            {
+                "input_features": Field(sequence_dim=None, dtype="float32", shape=self._shape),
+                "labels": Field(padding=IGNORE_INDEX, target=True),
+            }
+        )
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        config = cast(Any, self.model.config)
+        return int(config.num_mel_bins), 2 * int(config.max_source_positions)
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """The decoder begins with its start token, and sees the labels before the one that it is to predict."""
+        labels = batch["labels"]
+        before = labels.new_full(labels.shape, int(cast(Any, self.model.config).decoder_start_token_id))
+        before[:, 1:] = labels[:, :-1].clamp_min(0)
+        return {"input_features": batch["input_features"], "decoder_input_ids": before, "use_cache": False}
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss.sum(self.model_inputs(batch), batch["labels"])
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch["labels"]
+        loss, right = self._loss.predictions(self.model_inputs(batch), labels)
+        known = (right | (labels == IGNORE_INDEX)).all(1)
+        written = dictated(self.model, batch["input_features"], self._most, known)
+        assert self._words is not None
+        pairs = []
+        for row, heard, same in zip(labels.tolist(), written, known.tolist(), strict=True):
+            said = self._words.decode(label for label in row if label != IGNORE_INDEX)
+            pairs += [(said, said if same else self._words.decode(heard))] if said else []
+        sums = torch.tensor([float(right.sum()), *errors(pairs)], dtype=torch.float64, device=labels.device)
+        return torch.cat([loss.detach().double().reshape(1), sums])
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """Noise, and transcripts of uneven lengths. In every third step the last recording has none."""
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        vocabulary = int(cast(Any, self.model.config).vocab_size)
+        labels = torch.randint(0, vocabulary, (samples, LONGEST_OF_VERIFY), generator=generator)
+        written = torch.randint(1, LONGEST_OF_VERIFY + 1, (samples, 1), generator=generator)
+        if step % 3 == 2 and samples > 2:
+            written[-1] = 0
+        return {
+            "input_features": torch.randn(samples, *self._shape, generator=generator),
+            "labels": labels.masked_fill(torch.arange(LONGEST_OF_VERIFY) >= written, IGNORE_INDEX),
+        }
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One recording at a time; the model itself makes the decoder's inputs from the labels."""
+        losses = []
+        for features, labels in zip(batch["input_features"], batch["labels"], strict=True):
+            target = labels[labels != IGNORE_INDEX]
+            if len(target):
+                logits = forward(input_features=features[None], labels=target[None]).logits[0].float()
+                losses.append(F.cross_entropy(logits, target, reduction="sum"))
+        return Reference(torch.stack(losses).sum())
+
+
+OBJECTIVE = SpeechSeq2SeqObjective

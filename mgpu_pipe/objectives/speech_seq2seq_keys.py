@@ -1,0 +1,81 @@
+"""What code without torch knows of speech recognition by an encoder and a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import Self
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives import ctc_keys
+from mgpu_pipe.objectives.transcripts import jiwer
+
+REFUSED = ("encoder_layerdrop", "decoder_layerdrop")
+HEADS = ("encoder_attention_heads", "decoder_attention_heads")
+
+
+@dataclass
+class SpeechSeq2SeqConfig(ObjectiveConfig):
+    name: str = "speech_seq2seq"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
+    max_new_tokens: int = field(default=64, metadata={"at_least": 1})
+    """Most tokens that an evaluation writes for a recording; it stops where all recordings have ended."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        reason = ctc_keys.REFUSED["layerdrop"]
+        found = [
+            ConfigError(f"model.config.{name}", fields[name], f"use model.config.{name}=0.0", reason)
+            for name in REFUSED
+            if fields.get(name)
+        ]
+        encoder, decoder = (fields.get(name) for name in HEADS)
+        if encoder != decoder:
+            fix = f"use {encoder}, as the encoder"
+            found.append(ConfigError(f"model.config.{HEADS[1]}", decoder, fix, "both are cut alike"))
+        return found
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        try:
+            jiwer()
+        except ConfigError as error:
+            return [error]
+        return []
+
+    def shrunk(self, tokens: int) -> Self:
+        return replace(self, loss_chunk_tokens=0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5))
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    """From the sums of losses, of right tokens, of wrong words, words, wrong characters and characters, and the
+    tokens' number."""
+    loss, right, wrong_words, words, wrong_characters, characters, tokens = sums
+    return {
+        "val/loss": loss / tokens,
+        "val/accuracy": right / tokens,
+        "val/word_error_rate": wrong_words / words,
+        "val/character_error_rate": wrong_characters / characters,
+    }
+
+
+DESCRIPTION = Description(
+    name="speech_seq2seq",
+    keys=SpeechSeq2SeqConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a token"),
+        Metric("val/accuracy", "held-out accuracy", "of tokens", percent=True, higher_is_better=True),
+        *ctc_keys.DESCRIPTION.metrics[1:],
+    ),
+    measured=measured,
+    counts="tokens",
+    model_class="AutoModelForSpeechSeq2Seq",
+    attention="encoder_decoder",
+    samples="speech",
+    families=("whisper",),
+    refused_axes=("pp", "cp", "ep"),
+)

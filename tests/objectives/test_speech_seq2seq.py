@@ -1,0 +1,226 @@
+"""Speech recognition by an encoder and a decoder. Oracle: transformers' own Whisper, one recording at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.errors import BadInputError, DataError
+from mgpu_pipe.models.build import materialise, run_model
+from mgpu_pipe.models.dictation import dictated
+from mgpu_pipe.objectives.registry import objective_class
+from mgpu_pipe.objectives.transcripts import errors
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
+from tests.support import small_runs
+from tests.support.command import mgpu, run_folder
+from tests.support.needs import need_speech
+from tests.support.processes import run_processes
+from tests.support.sounds import list_of_tones, tones, write_wav
+from tests.verify.support import small_run
+
+WHISPER = (
+    "objective=speech_seq2seq",
+    "data=spoken_digits",
+    "model=whisper_tiny",
+    "logger=none",
+    "trainer.progress=off",
+)
+
+
+def verified(config: RunConfig) -> list[Worst]:
+    return worst_of(compare(config))
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (2, ("strategy=ddp", "data.micro_batch_size=2")),
+        (2, ("strategy=fsdp",)),
+        (2, ("strategy=tp",)),
+        (2, ("strategy=zero3",)),
+        pytest.param(1, ("strategy=single", "objective.loss_chunk_tokens=0"), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2", "model=whisper_small"), marks=pytest.mark.slow),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
+    ],
+)
+def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
+    config = small_run(*WHISPER, f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def listed(folder: Path, *overrides: str) -> RunConfig:
+    """Tones of a list."""
+    if not (folder / "spoken.csv").exists():
+        list_of_tones(folder)
+    given = (f"data.paths=[{folder / 'spoken.csv'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("trainer.max_steps=4", "data.validation_fraction=0.2", "data.global_batch_size=8", "data.sort_steps=2")
+    window = ("model.config.max_source_positions=100", "objective.max_new_tokens=9", "data.max_seconds=60")
+    changes = ("data.speed=0.1", "data.noise=0.05", "model.config.apply_spec_augment=true")
+    return compose([*WHISPER, "data=audio_list", *given, *more, *window, *changes, *overrides])[0]
+
+
+run = partial(small_runs.run, listed)
+
+
+def test_words_are_counted_in_what_the_decoder_writes_by_itself(tmp_path: Path) -> None:
+    need_speech()
+    from transformers import WhisperFeatureExtractor
+
+    config = listed(tmp_path)
+    prepared = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    config = prepared.complete(config)
+    model: Any = materialise(run_model(config), 3, "cpu").eval()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():  # so that recordings are told apart, and no text is empty
+        parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    objective = objective_class("speech_seq2seq").from_config(config, model, None, lambda step: 1.0)
+    objective.of_data(prepared)
+    held = objective.samples(config, prepared.open(config, "validation"))
+    everything = np.arange(len(held))
+    batch = held.batch(everything, -1 - everything)
+    plain = WhisperFeatureExtractor.from_pretrained(prepared.tokenizer_folder)
+    wave = held.recordings.recording(1)
+    assert torch.equal(
+        batch["input_features"][1], plain(wave, sampling_rate=16000, return_tensors="pt").input_features[0]
+    ), "as the extractor in the export makes it, without what training hides"
+    written = dictated(model, batch["input_features"], 9)
+    own = model.generate(batch["input_features"], max_new_tokens=9, do_sample=False)
+    start = model.config.decoder_start_token_id
+    for ours, theirs in zip(written, own.tolist(), strict=True):
+        theirs = theirs[1:] if theirs[:1] == [start] else theirs
+        assert ours[: len(theirs)] == theirs
+    # The first recording's transcript becomes what the model writes: known to be right, it is not written.
+    words = prepared.alphabet()  # type: ignore[attr-defined]
+    batch["labels"] = torch.full((len(held), 9), IGNORE_INDEX)
+    for row, text in enumerate([written[0][:9], *[words.encode("ab b")] * (len(held) - 1)]):
+        batch["labels"][row, : len(text)] = torch.tensor(text)
+    said = [words.decode(written[0]), *["ab b"] * (len(held) - 1)]
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    counted = errors([(one, words.decode(heard)) for one, heard in zip(said, written, strict=True)])
+    assert objective.evaluation_sums(batch).tolist()[2:] == list(counted) and counted[0] > 0 and len(calls) == 10
+    alone = {name: value[:1] for name, value in batch.items()}
+    del calls[:]
+    measured = objective.description.measured([*objective.evaluation_sums(alone).tolist(), 9])
+    assert measured["val/accuracy"] == 1 and measured["val/character_error_rate"] == 0 and len(calls) == 1
+    assert objective.evaluation_sums(objective.batch_spec.empty(9, torch.device("cpu"))).tolist() == [0.0] * 6
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_speech()
+    from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    third = run(tmp_path / "third", 2, "strategy=zero3", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert [metrics[key], third[key]] == pytest.approx([whole[key]] * 2, rel=1e-5), "changed and hidden alike"
+    rates = [one["val/character_error_rate"] for one in (whole, metrics, third)]
+    assert rates[0] == rates[1] == rates[2]
+    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{metrics['val/loss']:.6f} nats a token" in printed
+    assert f"{100 * metrics['val/word_error_rate']:.2f}%" in printed
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
+    exported, info = WhisperForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    processor: Any = WhisperProcessor.from_pretrained(tmp_path / "out")
+    inputs = processor(tones("ab", 99, 16000), sampling_rate=16000, return_tensors="pt")
+    words = prepare(listed(tmp_path)).alphabet()  # type: ignore[attr-defined]
+    ids = processor.tokenizer("b ab").input_ids
+    assert ids[1:] == words.encode("b ab")[-len(ids[1:]) :] and ids[0] == exported.config.decoder_start_token_id
+    before = torch.tensor([[1, 80, 81]])
+    given = {"input_features": inputs.input_features, "decoder_input_ids": before}
+    with torch.no_grad():
+        ours, plain = (model(**given).logits for model in (load_run(tmp_path / "second").model, exported))
+    assert torch.allclose(ours, plain.to(ours.dtype), rtol=0, atol=1e-6)
+    assert main(["generate", str(tmp_path / "second"), "--prompt", "one", "--device", "cpu"]) == 2
+    assert "hears recordings and continues no text: use mgpu-pipe eval" in capsys.readouterr().err
+    tuned = run(tmp_path / "tuned", 2, "model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "strategy=ddp")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5), "the folder's tokenizer is kept"
+
+
+def test_samples_are_the_same_on_any_processes_and_what_is_hidden_is_keyed(tmp_path: Path) -> None:
+    need_speech()
+    config = listed(tmp_path)
+    prepared = prepare(config)
+    samples = objective_class("speech_seq2seq").samples(config, prepared.open(config, "train"))
+    places, numbers = prepared.order(config, len(samples)).indices(0, 8), np.arange(8)
+    together, alone = samples.batch(places, numbers), samples.batch(places[3:4], numbers[3:4])
+    assert torch.equal(together["input_features"][3:4], alone["input_features"])
+    length = alone["labels"].shape[1]
+    assert torch.equal(together["labels"][3:4, :length], alone["labels"])
+    assert samples.valid_units(places, numbers) == int((together["labels"] != IGNORE_INDEX).sum())
+    other = samples.batch(places[3:4], numbers[3:4] + 1000)["input_features"]
+    assert not torch.equal(other, alone["input_features"])
+    hidden = (alone["input_features"][0] == 0).all(0)
+    assert hidden.any() and not hidden[length * 100 :].any(), "spans of frames of the recording itself"
+    whole = samples.batch(places[3:4], -1 - numbers[:1])["input_features"]
+    assert not (whole[0] == 0).all(0).any()
+
+
+@pytest.mark.parametrize(
+    ("line", "overrides", "said"),
+    [
+        ("long.wav,b", (), "lasts 3.0 s; the model's window has 2 s"),
+        ("0.wav," + "b a " * 40, (), "tokens; the model writes at most 64"),
+        ("0.wav,ab", ("model.config.max_source_positions=110",), "use a multiple of 50"),
+        ("0.wav,ab", ("model.config.vocab_size=100",), "use at least 258"),
+        ("0.wav,ab", ("model.config.decoder_layerdrop=0.1",), "use model.config.decoder_layerdrop=0.0"),
+        ("0.wav,ab", ("model.config.decoder_attention_heads=8",), "use 4, as the encoder"),
+        ("0.wav,ab", ("strategy=pp", "trainer.devices=2"), "strategy.pp=2"),
+        ("0.wav,ab", ("model=wav2vec2_tiny",), "wav2vec2"),
+        ("0.wav,ab", ("objective=ctc",), "objective=speech_seq2seq"),
+    ],
+)
+def test_bad_input_is_told_before_the_run(tmp_path: Path, line: str, overrides: tuple[str, ...], said: str) -> None:
+    need_speech()
+    write_wav(tmp_path / "0.wav", tones("ab", 1))
+    write_wav(tmp_path / "long.wav", tones("ab" * 8, 1)[: 3 * 8000])
+    (tmp_path / "list.csv").write_text(f"path,text\n{line}\n")
+    given = (f"data.paths=[{tmp_path / 'list.csv'}]", f"data.cache_dir={tmp_path / 'cache'}")
+    own = () if "model=wav2vec2_tiny" in overrides else ("model.config.max_source_positions=100",)
+    with pytest.raises((BadInputError, DataError), match=re.escape(said)):
+        config = compose([*WHISPER, "data=audio_list", *given, *own, *overrides])[0]
+        preflight(config, elsewhere=True)
+        prepare(config)
+
+
+@pytest.mark.slow
+def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
+    need_speech("espeak-ng")
+    few = (
+        "data.recordings=48",
+        "data.validation_max_samples=16",
+        "data.global_batch_size=8",
+        "data.micro_batch_size=4",
+    )
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    folder = run_folder(mgpu(cache, tmp_path, "experiment=whisper_spoken_digits", "trainer.devices=2", *few, *short))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["model"]["class"] == "WhisperForConditionalGeneration"
+    assert summary["metrics"]["val/word_error_rate"] >= 0.5 and len(summary["samples"]) == 12
+    assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:audio/ogg;base64,T2dnU') >= 12
