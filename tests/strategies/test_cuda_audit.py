@@ -1,0 +1,92 @@
+"""The committed table of waits, communicators, operators and collectives of a step on a GPU, counted again.
+
+A change that moves a number explains itself: ``python -m benchmarks.cuda_audit`` writes the table anew.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cuda_audit import TABLE, versions
+from tests.support.command import REPOSITORY
+
+RECORDED = json.loads(TABLE.read_text())
+SAMPLED = ("fsdp8", "tp4 x dp2", "ep8", "pp2 x tp2 x cp2, last")
+WATCHED = """
+import json
+from benchmarks.pretend_cuda import load
+
+load()
+import torch
+from benchmarks.device_watch import Events, watching
+
+events = Events()
+with watching(events, {}):
+    device = torch.device("cuda", 0)
+    there = torch.ones(3, device=device)
+    events.counts = True
+    there * torch.tensor(2.0)
+    there.copy_(torch.ones(3).pin_memory(), non_blocking=True)
+    quiet = sum(events.waits.values())
+    there.sum().item(), bool(there.any()), there.cpu(), there.tolist()
+    torch.tensor([1.0], device=device), there[[0, 1]], there[there > 0], torch.cuda.synchronize()
+    there.copy_(torch.ones(3), non_blocking=True)
+    try:
+        there + torch.ones(3)
+        refused = ""
+    except RuntimeError as error:
+        refused = str(error)
+print(json.dumps([quiet, sorted(key.split(",")[0] for key in events.waits.elements()), refused]))
+"""
+
+
+def python(*arguments: str) -> list[Any]:
+    if which("g++") is None:
+        pytest.skip("a pretended GPU is compiled: apt-get install g++")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has a CUDA of its own")
+    done = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, check=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compare(names: list[str]) -> None:
+    if versions() != RECORDED["versions"]:
+        pytest.skip(f"the table was counted with {RECORDED['versions']}")
+    recorded = {row["case"]: row for row in RECORDED["rows"]}
+    for row in python("-m", "benchmarks.cuda_audit", *names):
+        assert row == recorded[row["case"]], f"{row['case']} differs from {TABLE.name}: write it anew and say why"
+
+
+def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
+    ((quiet, waits, refused),) = python("-c", WATCHED)
+    assert quiet == 0
+    assert waits == [
+        "a copy of pageable memory",
+        "a copy to the device",
+        *["a copy to the host"] * 2,
+        *["a number read"] * 2,
+        "an index of the host",
+        "nonzero",
+        "synchronize",
+    ]
+    assert "cuda:0, cpu" in refused
+
+
+def test_steps_are_as_the_table_says() -> None:
+    compare(list(SAMPLED))
+
+
+@pytest.mark.exhaustive
+def test_every_row_is_as_the_table_says() -> None:
+    compare([row["case"] for row in RECORDED["rows"] if row["case"] not in SAMPLED])
+
+
+def test_no_row_mixes_devices() -> None:
+    assert [row["case"] for row in RECORDED["rows"] if "mismatch" in row] == []
