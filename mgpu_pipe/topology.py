@@ -16,9 +16,25 @@ from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SPREAD = {
+    "pp": (0,),
+    "dp_replicate": (1,),
+    "dp_shard": (2, 3),
+    "cp": (4,),
+    "tp": (5,),
+    "dp_shard_cp": (2, 3, 4),
+    "stage": (1, 2, 3, 4, 5),
+    "replica": (2, 3, 4, 5),
+    "ep": (3, 5),
+    "expert_shard": (2, 4),
+}
+"""Which of the sizes of :class:`Meshes` the ranks of a group differ in, by the group's name: pp, dp_replicate, the
+data-parallel shards between expert groups and those inside of one, cp, tp."""
 MAX_AUTO_MICRO_BATCH = 8
 
 
@@ -132,55 +148,79 @@ class ParallelDims:
     def as_dict(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in (*AXES, "ep")}
 
-    def device_mesh(self, device_type: str) -> DeviceMesh:
-        """The torch mesh over all axes. A collective call: every rank makes it, in the same order."""
-        from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
+class Meshes:
+    """Process groups and device meshes of ranks that differ in some axes alone; the same ranks have one group.
 
-    def data_mesh(self, device_type: str) -> DeviceMesh:
-        """The axes over which this rank's parameters are replicated or sharded by FSDP2. A collective call.
+    A group is made when it is first asked for, as a GPU's memory pays for each: all of the world are its own group, and
+    a rank alone, which sends nothing, has one of gloo. Every call is collective: all ranks ask for the same, in the
+    same order.
 
-        Context-parallel ranks hold the same parameters, so they shard them like data-parallel ones. One axis of
-        shards alone where there is one replica, so that nothing is reduced over an axis of size 1.
-        """
-        from torch.distributed.device_mesh import init_device_mesh
+    Beside :data:`AXES` there are ``dp_shard_cp``, over which FSDP2 shards, for context-parallel ranks hold the same
+    parameters; ``stage``, all ranks of a pipeline stage; ``replica``, those that hold one copy of a stage between them;
+    and ``ep``, which re-cuts dp_shard * tp: its ranks hold different experts and see, together, the tokens of one
+    context-parallel rank of each of their data-parallel shards; ``expert_shard``, those that hold the same experts.
+    """
 
-        sizes = (self.pp, self.dp_replicate, self.dp_shard * self.cp, self.tp)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "dp_shard_cp", "tp"))
-        return mesh["dp_shard_cp"] if self.dp_replicate == 1 else mesh["dp_replicate", "dp_shard_cp"]
+    def __init__(self, dims: ParallelDims, device_type: str) -> None:
+        self._device_type = device_type
+        inner = max(1, dims.ep // dims.tp)  # data-parallel shards in an expert group
+        self._sizes = (dims.pp, dims.dp_replicate, dims.dp_shard // inner, inner, dims.cp, dims.tp)
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
 
-    def stage_mesh(self, device_type: str) -> DeviceMesh:
-        """All ranks of this rank's pipeline stage. A collective call."""
-        from torch.distributed.device_mesh import init_device_mesh
+    def group(self, axis: str) -> ProcessGroup:
+        """The ranks that differ from this one along ``axis`` alone."""
+        spread = tuple(at for at in SPREAD[axis] if self._sizes[at] > 1)
+        if spread not in self._groups:
+            self._groups[spread] = self._made(spread, axis)
+        return self._groups[spread]
 
-        sizes = (self.pp, self.world_size // self.pp)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "stage"))["stage"]
-
-    def replica_mesh(self, device_type: str) -> DeviceMesh:
-        """The ranks that hold one copy of this rank's pipeline stage between them. A collective call."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        copies = self.pp * self.dp_replicate
-        names = ("copy", "replica")
-        return init_device_mesh(device_type, (copies, self.world_size // copies), mesh_dim_names=names)["replica"]
-
-    def expert_mesh(self, device_type: str) -> DeviceMesh:
-        """The axes ``(pp, dp_replicate, expert_shard, ep)``; ``ep`` re-cuts dp_shard * tp. A collective call.
-
-        Ranks that differ in ``ep`` alone hold different experts and see, together, the tokens of one
-        context-parallel rank of each of their data-parallel shards. Ranks that differ in ``expert_shard`` alone hold
-        the same experts.
-        """
-        import torch
+    def mesh(self, *axes: str) -> DeviceMesh:
+        """Over ``axes``, the outermost first."""
+        import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
-        inner = self.ep // self.tp  # data-parallel shards in an expert group
-        ranks = torch.arange(self.world_size).reshape(
-            self.pp, self.dp_replicate, self.dp_shard // inner, inner, self.cp, self.tp
-        )
-        ranks = ranks.transpose(3, 4).reshape(self.pp, self.dp_replicate, -1, self.ep)
-        return DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "expert_shard", "ep"))
+        groups = [self.group(axis) for axis in axes]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=axes)
+        spread = tuple(at for axis in axes for at in SPREAD[axis])
+        (ranks,) = [ranks for ranks in self._ranks(spread) if dist.get_rank() in ranks]
+        shape = tuple(group.size() for group in groups)
+        return DeviceMesh.from_group(groups, self._device_type, ranks.reshape(shape), mesh_dim_names=axes)
+
+    def data_mesh(self, shard: str = "dp_shard_cp") -> DeviceMesh:
+        """The axes over which this rank's parameters are replicated or sharded by FSDP2.
+
+        One axis of shards alone where there is one replica, so that nothing is reduced over an axis of size 1.
+
+        Args:
+            shard: ``expert_shard`` for the experts of expert parallelism.
+        """
+        return self.mesh(shard) if self._sizes[1] == 1 else self.mesh("dp_replicate", shard)
+
+    def _ranks(self, spread: tuple[int, ...]) -> Tensor:
+        """(groups, ranks of each): those that differ in the sizes at ``spread`` alone."""
+        import torch
+
+        fixed = [at for at in range(len(self._sizes)) if at not in spread]
+        ranks = torch.arange(prod(self._sizes)).reshape(self._sizes).permute(*fixed, *spread)
+        return ranks.reshape(-1, prod(self._sizes[at] for at in spread))
+
+    def _made(self, spread: tuple[int, ...], name: str) -> ProcessGroup:
+        import torch.distributed as dist
+
+        ranks, own = self._ranks(spread), dist.get_rank()
+        if len(ranks) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if not spread:
+            made = [dist.new_group([own], backend="gloo", use_local_synchronization=True)]
+        elif dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+            made = [dist.split_group(split_ranks=ranks.tolist(), group_desc=name)]
+        else:
+            made = [dist.new_group(group, group_desc=name) for group in ranks.tolist()]
+        (mine,) = [group for group in made if isinstance(group, dist.ProcessGroup)]
+        return mine
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from mgpu_pipe.objectives.divergence import Teaching
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from mgpu_pipe.parallel.fsdp import apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.topology import Meshes, ParallelDims
 
 TYPES = {"bf16": torch.bfloat16, "bf16_true": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 """Of its weights, by the student's precision; else fp32."""
@@ -60,7 +60,7 @@ class Teacher:
             dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
             if device_type(config) == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
-            mesh = dims.stage_mesh(device.type) if keys.teacher_strategy == "fsdp" else None
+            mesh = Meshes(dims, device.type).mesh("stage") if keys.teacher_strategy == "fsdp" else None
             computes = dims.pp == 1 or _has_last_stage(config, dims)
         self.gathers = mesh is not None and mesh.size() > 1
         if not computes:

@@ -145,8 +145,16 @@ def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) ->
     axis = context_axis(model)
     if axis is None:
         return dict(micro_batch)
-    documents = SequenceContext.of(micro_batch, axis).documents
-    return {**split_micro_batch(micro_batch, axis.spec, axis.size, axis.rank, axis.method), DOCUMENTS: documents}
+    whole = dict(micro_batch)
+    documents = whole.pop(DOCUMENTS) if DOCUMENTS in whole else SequenceContext.of(whole, axis).documents
+    return {**split_micro_batch(whole, axis.spec, axis.size, axis.rank, axis.method), DOCUMENTS: documents}
+
+
+def documents_of(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The sequences' documents, which :func:`with_documents` takes over: to be asked for before a micro-batch goes to
+    a device, for which it waits otherwise."""
+    axis = context_axis(model)
+    return {} if axis is None else {DOCUMENTS: SequenceContext.of(micro_batch, axis).documents}
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from mgpu_pipe.parallel.context_split import Range, chunk_ranges
+from mgpu_pipe.parallel.to_device import to_device
 
 
 class Block(NamedTuple):
@@ -149,13 +150,8 @@ def _index(spans: list[tuple[int, Range]], rows: int, width: int, device: torch.
     index = torch.cat(pieces)
     if len(index) == rows * width and torch.equal(index, torch.arange(rows * width)):
         return None
-    return _moved(index, device)
+    return to_device(index, device)
 
 
 def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return _moved(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On ``device``, without waiting for it: CUDA waits for copies from memory that is not page-locked."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)

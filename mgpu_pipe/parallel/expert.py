@@ -53,7 +53,7 @@ def apply_expert_parallel(
 
     Rank ``r`` of ``n`` keeps experts ``[r*E/n, (r+1)*E/n)``; each cut parameter gets its :class:`Layout`. The model may
     be on the meta device. What a rank's parameters get as gradient is the sum over the tokens of the whole group, so it
-    is to be summed over the ranks that hold the same experts only (see ``ParallelDims.expert_mesh``).
+    is to be summed over the ranks that hold the same experts only (see ``topology.Meshes``).
 
     Args:
         group: the expert-parallel ranks. Each sends its own tokens, or its slice of those that its tensor-parallel

@@ -19,6 +19,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.spike_guard import SpikeGuard
+from mgpu_pipe.parallel.to_device import to_device
 from mgpu_pipe.parallel.weight_average import WeightAverage
 from mgpu_pipe.strategies.world import ExistingWorld
 from mgpu_pipe.topology import ParallelDims
@@ -236,15 +237,17 @@ class EngineStrategy(ParallelStrategy):
             for index, micro_batch in enumerate(batch.micro_batches):
                 wanted = {name: value for name, value in micro_batch.items() if name in needed}
                 wanted |= self.objective.host_inputs(micro_batch)
-                # Page-locked: from other memory a copy is waited for.
-                batch.micro_batches[index] = {
-                    name: value.pin_memory().to(self._device, non_blocking=True) for name, value in wanted.items()
-                }
+                moved = {name: to_device(value, self._device) for name, value in wanted.items()}
+                batch.micro_batches[index] = moved | self.known_on_host(micro_batch)
         return batch
 
     def needed_fields(self) -> tuple[str, ...]:
         """The fields of a micro-batch that this rank computes with."""
         return tuple(self.objective.batch_spec.fields)
+
+    def known_on_host(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What goes with a micro-batch to the device and stays in host memory, where a step needs it."""
+        return {}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor) or self.world_size == 1:

@@ -123,7 +123,7 @@ class MeshStrategy(EngineStrategy):
         if self.dims.dp_shard * self.dims.cp * self.dims.tp == 1:
             return
         matrices = [p for group in optimizer.param_groups if group["matrices"] for p in group["params"]]
-        group = self.dims.replica_mesh(self._device.type).get_group()
+        group = self.split.meshes.group("replica")
         optimizer.cut = WholeMatrices(self.objective.model, matrices, group, self._device, exchange_json)
 
     # -- assembling ---------------------------------------------------------------------------------------------
@@ -152,7 +152,6 @@ class MeshStrategy(EngineStrategy):
         split.facts.begin()
         self._stop.begin()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
-        # All at once: context parallelism reads positions on the host, where later ones would wait for the device.
         parts = [split.part_of(micro_batch) for micro_batch in step_batch.micro_batches]
         if split.pipeline is not None:
             # Its micro-batches are under way together: a step is taken to its end.
@@ -278,6 +277,9 @@ class MeshStrategy(EngineStrategy):
 
     def needed_fields(self) -> tuple[str, ...]:
         return self.split.fields
+
+    def known_on_host(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        return self.split.known_on_host(micro_batch)
 
     def step_metrics(self) -> dict[str, float]:
         return self.split.step_metrics()

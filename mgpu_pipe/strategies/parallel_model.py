@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.compat.torch_private import find_fsdp_units
@@ -23,19 +22,27 @@ from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.packed_text import STARTS
 from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
-from mgpu_pipe.parallel.context import Method, apply_context_parallel, in_sequences, with_documents
+from mgpu_pipe.parallel.context import (
+    DOCUMENTS,
+    Method,
+    apply_context_parallel,
+    documents_of,
+    in_sequences,
+    with_documents,
+)
 from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
 from mgpu_pipe.parallel.expert_load import ExpertLoad
 from mgpu_pipe.parallel.float8 import use_float8
 from mgpu_pipe.parallel.fsdp import COMPUTE_DTYPES, ShardingOptions, UsedParameters, apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
+from mgpu_pipe.parallel.pipeline_stages import tied_parameter
 from mgpu_pipe.parallel.random_streams import RankStreams
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from mgpu_pipe.strategies.step_gradients import StepGradients, counted_once
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.topology import Meshes, ParallelDims
 
 MicroBatch = Mapping[str, torch.Tensor]
 Fill = Callable[[Any, torch.device], object]
@@ -72,6 +79,7 @@ class ParallelModel:
             holds its weights.
 
     Attributes:
+        meshes: the groups of ranks that this rank is in.
         parameters: those that are trained, of this rank.
         sharded: the model as FSDP2's root, where that is at work.
         pipeline: this rank's stages, where there are several.
@@ -91,8 +99,8 @@ class ParallelModel:
         self.sharded: FSDPModule | None = None
         self.pipeline: Pipeline | None = None
         self.streams: RankStreams | None = None
+        self.meshes = Meshes(dims, device.type)
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._expert_mesh: DeviceMesh | None = None
         model = objective.model
         if options.precision == "bf16_true":
             cast_parameters(model, torch.bfloat16)
@@ -131,8 +139,7 @@ class ParallelModel:
         """Everything but data parallelism; the modules of experts that were cut."""
         dims, options = self._dims, self._options
         random = uses_dropout(model)
-        mesh = dims.device_mesh(self._device.type)
-        self._groups = {axis: mesh.get_group(axis) for axis in ("pp", "cp", "tp") if getattr(dims, axis) > 1}
+        self._groups = {axis: self.meshes.group(axis) for axis in ("pp", "cp", "tp") if getattr(dims, axis) > 1}
         tensor = self._groups.get("tp")
         views = []
         if dims.pp > 1:
@@ -150,8 +157,7 @@ class ParallelModel:
             )
         experts: list[torch.nn.Module] = []
         if dims.ep > 1:
-            self._expert_mesh = dims.expert_mesh(self._device.type)
-            group = self._expert_mesh.get_group("ep")
+            group = self.meshes.group("ep")
             if experts_modules(model):  # a pipeline stage may have none
                 experts = list(
                     apply_expert_parallel(
@@ -185,8 +191,8 @@ class ParallelModel:
 
     def _watch_experts(self, model: Any) -> None:
         """Count the tokens of every expert. A collective call."""
-        if self._dims.world_size > 1:
-            self._stage = self._dims.stage_mesh(self._device.type).get_group()
+        if self._dims.world_size > self._dims.pp:
+            self._stage = self.meshes.group("stage")
         if experts_modules(model):
             self._load = ExpertLoad(model, self._device)
 
@@ -195,13 +201,13 @@ class ParallelModel:
         if dims.pp > 1 and options.reshard_after_forward == "auto":
             # Several micro-batches are under way at once, and each would gather the weights again.
             options = ShardingOptions(False, options.prefetch, options.offload)
-        mesh = dims.data_mesh(self._device.type)
-        expert_mesh = self._expert_mesh
-        if expert_mesh is not None:
-            axes = ("expert_shard",) if dims.dp_replicate == 1 else ("dp_replicate", "expert_shard")
-            expert_mesh = expert_mesh[axes]
         self.sharded = apply_fully_shard(
-            model, mesh, self._options.precision, options, experts=experts, expert_mesh=expert_mesh
+            model,
+            self.meshes.data_mesh(),
+            self._options.precision,
+            options,
+            experts=experts,
+            expert_mesh=self.meshes.data_mesh("expert_shard") if dims.ep > 1 else None,
         )
 
     def _in_stage(
@@ -218,8 +224,12 @@ class ParallelModel:
 
         Along a pipeline only the fields that its stages need.
         """
-        kept = (*self.fields, *(name for name in (STARTS,) if name in micro_batch))
+        kept = (*self.fields, *(name for name in (STARTS, DOCUMENTS) if name in micro_batch))
         return with_documents(self._objective.model, {name: micro_batch[name] for name in kept})
+
+    def known_on_host(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """What :meth:`part_of` would have to read of a micro-batch that is on the device, from one that is not yet."""
+        return documents_of(self._objective.model, micro_batch)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -260,11 +270,14 @@ class ParallelModel:
         own = loss_sum if self.counts_its_loss else torch.zeros_like(loss_sum)
         return self.facts.end(own, told, step_batch, self._reduce_axes)
 
-    def _reduce_axes(self) -> None:
+    def _reduce_axes(self) -> list[torch.nn.Parameter]:
+        """See :meth:`StepGradients.end`; the weight that is tied across stages is its own and another's."""
         if "tp" in self._groups:
             reduce_replicated_gradients(self._objective.model, self._groups["tp"])
         if self.pipeline is not None:
             self.pipeline.reduce_tied_gradients()
+        tied = tied_parameter(self._objective.model)
+        return [] if tied is None else [tied[1]]
 
     def step_metrics(self) -> dict[str, float]:
         """How the tokens were spread over the experts since the last call; empty for a dense model. Collective.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -15,6 +15,7 @@ from mgpu_pipe.models.layout import layouts_of
 from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.fsdp import UsedParameters, set_gradient_sync
 from mgpu_pipe.parallel.gradients import counted_norm, gradient_norm
+from mgpu_pipe.parallel.to_device import to_device
 
 
 class StepGradients:
@@ -71,7 +72,11 @@ class StepGradients:
             parameter.grad = None
 
     def end(
-        self, loss_sum: torch.Tensor, told: list[float], step_batch: StepBatch, reduce_axes: Callable[[], None]
+        self,
+        loss_sum: torch.Tensor,
+        told: list[float],
+        step_batch: StepBatch,
+        reduce_axes: Callable[[], Sequence[torch.nn.Parameter]],
     ) -> tuple[float, float, list[float]]:
         """The step batch's global loss, gradient norm, and the sums of ``told`` over the ranks. A collective call.
 
@@ -79,29 +84,34 @@ class StepGradients:
 
         Args:
             loss_sum: this rank's part of the sum of losses, a float64 scalar.
-            reduce_axes: sums, where the model is cut, what its ranks have parts of.
+            reduce_axes: sums, where the model is cut, what its ranks have parts of; gives the parameters whose
+                gradient is that of other ranks too.
         """
-        own = torch.tensor(told, dtype=torch.float64, device=self._device)
-        facts = torch.cat([loss_sum.reshape(1), own])
-        first_flag = len(facts)
         used, parameters = self._seen()
+        shared: Sequence[torch.nn.Parameter] = ()
         if self._counted is None:
             # One small all-reduce tells every rank the loss, what all were told, and which gradients exist.
-            flags = torch.tensor(used, dtype=torch.float64, device=self._device)
-            facts = _summed(torch.cat([facts, flags]))
-            unused = facts[first_flag:] == 0
+            facts = _summed(torch.cat([loss_sum.reshape(1), self._moved([*told, *used])]))
+            flags = facts[1 + len(told) :]
             norm = gradient_norm(self._parameters, self._device)
-            # One copy to the host for all that it decides.
-            decided = [facts[0] / step_batch.loss_denominator, norm, unused.sum().double(), *facts[1:first_flag]]
-            loss, total, missing, *heard = torch.stack(decided).tolist()
-            _forget(unused, parameters, missing)
-            return loss, total, heard
-        facts = _summed(facts)
-        unused = self._unused_of(used, parameters)
-        _forget(unused, parameters, float(unused.sum()))
-        reduce_axes()
-        norm = counted_norm(self._parameters, self._counted, self._device)
-        loss, total, *heard = torch.stack([facts[0] / step_batch.loss_denominator, norm, *facts[1:]]).tolist()
+        else:
+            by_mesh = _by_mesh(parameters)
+            order = [index for indices in by_mesh.values() for index in indices]
+            parameters = [parameters[index] for index in order]
+            own = self._moved([*told, *(used[index] for index in order)])
+            facts = _summed(torch.cat([loss_sum.reshape(1), own[: len(told)]]))
+            flags = own[len(told) :]
+            _sum_flags(flags, by_mesh)
+            shared = reduce_axes()
+            norm = counted_norm(self._parameters, self._counted, self._device)
+        unused = flags == 0
+        # One copy to the host for all that it decides.
+        decided = [facts[0] / step_batch.loss_denominator, norm, unused.sum().double(), *facts[1 : 1 + len(told)]]
+        loss, total, missing, *heard = torch.stack(decided).tolist()
+        if missing:
+            for parameter, forgotten in zip(parameters, unused.tolist(), strict=True):
+                if forgotten and not any(parameter is other for other in shared):
+                    parameter.grad = None
         return loss, total, heard
 
     def _seen(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
@@ -112,20 +122,25 @@ class StepGradients:
             return self._used.flags, self._parameters
         return [], []
 
-    def _unused_of(self, used: list[bool], parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Which parameters got no gradient on any rank that holds a part of them. A collective call."""
-        flags = torch.tensor(used, dtype=torch.float64, device=self._device)
-        by_mesh: dict[Any, list[int]] = {}
-        for index, parameter in enumerate(parameters):
-            assert isinstance(parameter, DTensor)
-            by_mesh.setdefault(parameter.device_mesh, []).append(index)
-        for mesh, indices in by_mesh.items():
-            of_mesh = flags[indices]
-            for dim in range(mesh.ndim):
-                if mesh.size(dim) > 1:
-                    dist.all_reduce(of_mesh, group=mesh.get_group(dim))
-            flags[indices] = of_mesh
-        return flags == 0
+    def _moved(self, values: list[float]) -> torch.Tensor:
+        return to_device(torch.tensor(values, dtype=torch.float64), self._device)
+
+
+def _by_mesh(parameters: list[torch.nn.Parameter]) -> dict[DeviceMesh, list[int]]:
+    """The indices of the parameters that each mesh shards."""
+    found: dict[DeviceMesh, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        assert isinstance(parameter, DTensor)
+        found.setdefault(parameter.device_mesh, []).append(index)
+    return found
+
+
+def _sum_flags(flags: torch.Tensor, by_mesh: dict[DeviceMesh, list[int]]) -> None:
+    """Sum, in place, the flags of each mesh's parameters over its ranks, which hold parts of them. Collective."""
+    for mesh, of_mesh in zip(by_mesh, flags.split([len(indices) for indices in by_mesh.values()]), strict=True):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(of_mesh, group=mesh.get_group(dim))
 
 
 def counted_once(model: torch.nn.Module) -> list[bool]:
@@ -149,9 +164,3 @@ def _summed(values: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
-
-
-def _forget(unused: torch.Tensor, parameters: list[torch.nn.Parameter], count: float) -> None:
-    if count:
-        for index in torch.nonzero(unused).flatten().tolist():
-            parameters[index].grad = None

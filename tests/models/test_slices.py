@@ -16,7 +16,7 @@ from mgpu_pipe.models.parts import PartOf, local_tensor, parts_held
 from mgpu_pipe.models.pretrained import load_pretrained
 from mgpu_pipe.models.slices import fill_from_folder
 from mgpu_pipe.parallel.fsdp import apply_fully_shard
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.topology import Meshes, ParallelDims
 from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, model_class
@@ -32,7 +32,7 @@ def _filled(folders: list[str]) -> list[dict[str, list[tuple[PartOf, torch.Tenso
     for folder in folders:
         source = ModelConfig(path=folder)
         model = build_meta(source)
-        apply_fully_shard(model, ParallelDims(dp_shard=dist.get_world_size()).device_mesh("cpu")["dp_shard"], "fp32")
+        apply_fully_shard(model, Meshes(ParallelDims(dp_shard=dist.get_world_size()), "cpu").data_mesh(), "fp32")
         fill_from_folder(model, source, "cpu")
         assert not any(buffer.is_meta for buffer in model.buffers())
         found.append(

@@ -15,7 +15,7 @@ from mgpu_pipe.objectives.router_loss import router_modules
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
 from mgpu_pipe.parallel.expert_load import ExpertLoad
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.topology import Meshes, ParallelDims
 from tests.support.expert_groups import expert_groups
 from tests.support.experts import (
     MIXTURES,
@@ -188,13 +188,13 @@ def test_a_tensor_parallel_rank_without_a_token_takes_part_and_the_router_counts
 
 def _fully_sharded() -> dict[str, Any]:
     """Experts over ep 2 and sharded over the 2 ranks that hold the same; the rest sharded over all 4."""
-    dims, rank = ParallelDims(dp_shard=4, ep=2), dist.get_rank()
-    mesh, data = dims.expert_mesh("cpu"), dims.device_mesh("cpu")["dp_shard"]
+    meshes, rank = Meshes(ParallelDims(dp_shard=4, ep=2), "cpu"), dist.get_rank()
+    data, same_experts = meshes.data_mesh(), meshes.data_mesh("expert_shard")
     model = build_meta(MIXTURES["mixtral"])
-    apply_expert_parallel(model, mesh.get_group("ep"))
+    apply_expert_parallel(model, meshes.group("ep"))
     fill_like_whole(model, "mixtral")
     for layer in model.model.layers:
-        fully_shard(layer.mlp.experts, mesh=mesh["expert_shard"])
+        fully_shard(layer.mlp.experts, mesh=same_experts)
         fully_shard(layer, mesh=data)
     fully_shard(model, mesh=data)
     for module in model.modules():
@@ -231,20 +231,15 @@ def test_groups(sizes: dict[str, int], rank: int, experts: list[int], expert_dat
 
 
 def _mesh_groups(sizes: dict[str, int]) -> tuple[list[int], list[int]]:
-    mesh = ParallelDims(**sizes).expert_mesh("cpu")
-    everyone = mesh.mesh[
-        tuple(
-            slice(None) if axis in ("dp_replicate", "expert_shard") else at
-            for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True)
-        )
-    ]
-    return dist.get_process_group_ranks(mesh.get_group("ep")), sorted(everyone.flatten().tolist())
+    meshes = Meshes(ParallelDims(**sizes), "cpu")
+    everyone = meshes.data_mesh("expert_shard").mesh
+    return dist.get_process_group_ranks(meshes.group("ep")), sorted(everyone.flatten().tolist())
 
 
 def test_the_mesh_holds_the_same_groups() -> None:
-    sizes = {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}
-    for rank, found in enumerate(run_processes(8, _mesh_groups, sizes)):
-        assert found == expert_groups(ParallelDims(**sizes), rank)
+    for sizes in ({"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}):
+        for rank, found in enumerate(run_processes(8, _mesh_groups, sizes)):
+            assert found == expert_groups(ParallelDims(**sizes), rank)
 
 
 def _refusals() -> list[str]:
