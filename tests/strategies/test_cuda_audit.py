@@ -36,7 +36,8 @@ with watching(events, {}):
     there.copy_(torch.ones(3).pin_memory(), non_blocking=True)
     quiet = sum(events.waits.values())
     there.sum().item(), bool(there.any()), there.cpu(), there.tolist()
-    torch.tensor([1.0], device=device), there[[0, 1]], there[there > 0], torch.cuda.synchronize()
+    torch.tensor([1.0], device=device), there[[0, 1]], there[torch.tensor([0, 1])], there[there > 0]
+    torch.cuda.synchronize()
     there.copy_(torch.ones(3), non_blocking=True)
     try:
         there + torch.ones(3)
@@ -69,7 +70,7 @@ def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
     assert quiet == 0
     assert waits == [
         "a copy of pageable memory",
-        "a copy to the device",
+        *["a copy to the device"] * 2,
         *["a copy to the host"] * 2,
         *["a number read"] * 2,
         "an index of the host",
