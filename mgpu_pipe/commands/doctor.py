@@ -25,6 +25,8 @@ DESCRIPTION = (
 LINKS = "links"
 WARM_UP, MEASURED = 2, 4
 """Steps: allocators, kernels and caches warm up in the first ones."""
+LONG = 1_000_000
+"""Steps of the schedule of a run that is as long as its epochs, which only its data tell."""
 
 
 def doctor(words: list[str]) -> int:
@@ -39,10 +41,12 @@ def doctor(words: list[str]) -> int:
 
         run_begins()
         composition.config = measured(checked(composition, joins=True))
-        print(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
+        leads = existing_world(os.environ).get("RANK", "0") == "0"
+        if leads:
+            print(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
         with redirect_stdout(io.StringIO()):  # of the run's own tables only its report is of use
             result = launched(composition, command)
-        if existing_world(os.environ).get("RANK", "0") != "0":
+        if not leads:
             return result.exit_code
         from mgpu_pipe.report.step_times import keep, show
 
@@ -78,13 +82,14 @@ def measured(config: RunConfig) -> RunConfig:
         profile_steps=[WARM_UP + 1, last],
     )
     texts = ("sample_prompts", "sample_texts")
+    total = config.scheduler.total_steps or config.trainer.max_steps or LONG
     prompts: dict[str, Any] = {one.name: [] for one in fields(config.objective) if one.name in texts}
     return replace(
         config,
         run=replace(config.run, name="doctor", dir=None),
         data=replace(config.data, validation_max_samples=1),
         objective=replace(config.objective, **prompts),
-        scheduler=replace(config.scheduler, total_steps=config.scheduler.total_steps or config.trainer.max_steps),
+        scheduler=replace(config.scheduler, total_steps=total),
         checkpoint=replace(
             config.checkpoint, every_n_steps=None, every_n_minutes=None, save_last=False, keep_best=0, resume="none"
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -50,27 +51,35 @@ def measure(config: RunConfig) -> int:
         raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, reason)
     if world == 1:
         raise ConfigError("trainer.devices", world, "use at least 2", "one process has no link")
-    print(f"measuring {world * (world - 1) // 2} links of {world} processes", file=sys.stderr, flush=True)
+    count = world * (world - 1) // 2
+    if joined.get("RANK", "0") == "0":
+        print(f"measuring {count} link{'s' if count > 1 else ''} of {world} processes", file=sys.stderr, flush=True)
     if joined:
         from mgpu_pipe.launch.links_worker import measure_joined
 
         return measure_joined(config, joined)
-    with tempfile.TemporaryDirectory() as folder, SignalInbox() as inbox:
-        paths = RunPaths(Path(folder))
-        freeze(config, paths.config)
-        threads = choose_threads(config, world)
-        plan = WorkerPlan(
-            argv=[sys.executable, *WORKER, folder],
-            world_size=world,
-            paths=paths,
-            environment=worker_environment(threads.per_worker),
-        )
+    folder = Path(tempfile.mkdtemp(prefix="mgpu-pipe-links-"))
+    try:
+        return _measure_here(config, world, RunPaths(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure_here(config: RunConfig, world: int, paths: RunPaths) -> int:
+    freeze(config, paths.config)
+    plan = WorkerPlan(
+        argv=[sys.executable, *WORKER, str(paths.root)],
+        world_size=world,
+        paths=paths,
+        environment=worker_environment(choose_threads(config, world).per_worker),
+    )
+    with SignalInbox() as inbox:
         outcome = supervise(plan, inbox, stop_timeout=STOP_TIMEOUT_S)
-        if outcome.status == "finished":
-            told = json.loads((paths.root / FOUND).read_text(encoding="utf-8"))
-            show([Link(**link) for link in told], config)
-            return EXIT_OK
-        said = outcome.failure.show() if outcome.failure is not None else f"error: {outcome.message or 'stopped'}"
+    if outcome.status == "finished":
+        told = json.loads((paths.root / FOUND).read_text(encoding="utf-8"))
+        show([Link(**link) for link in told], config)
+        return EXIT_OK
+    said = outcome.failure.show() if outcome.failure is not None else f"error: {outcome.message or 'stopped'}"
     print(said, file=sys.stderr)
     return outcome.exit_code or EXIT_FAILURE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -51,16 +51,17 @@ class CollectiveWatch:
     """What the thread that made it does with process groups of several ranks, within :meth:`watching`.
 
     Args:
-        axis_of: the axis of a group.
+        axis_of: the axis of a group, from its ranks and torch's description.
         named: makes a range of this name around each call and each wait, for a trace.
     """
 
-    def __init__(self, axis_of: Callable[[Any], str], named: Named = lambda name: nullcontext()) -> None:
+    def __init__(self, axis_of: Callable[[Sequence[int], str], str], named: Named = lambda name: nullcontext()) -> None:
         self.blocked: list[Blocked] = []
         self.arrivals: dict[str, list[float]] = defaultdict(list)
         """When this process came to the collectives of each group; to messages, of each pair of ranks."""
         self._axis_of, self._named = axis_of, named
-        self._axes: dict[str, str] = {}
+        self._groups: dict[str, tuple[str, str]] = {}
+        """Stream and axis of each group, by torch's name of it."""
         self._pending: dict[int, tuple[Any, Blocked, str]] = {}
         self._thread = threading.get_ident()
 
@@ -81,15 +82,19 @@ class CollectiveWatch:
                 setattr(owner, name, entry)
             self._pending.clear()
 
+    def _group(self, group: Any) -> tuple[str, str]:
+        name = group.group_name
+        if name not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[name] = (f"{name} {ranks}", self._axis_of(ranks, group.group_desc))
+        return self._groups[name]
+
     def _issuing(self, method: Any, name: str) -> Any:
         @wraps(method)
         def issue(group: Any, *args: Any, **options: Any) -> Any:
             if group.size() == 1 or threading.get_ident() != self._thread:
                 return method(group, *args, **options)
-            stream = group.group_name
-            if stream not in self._axes:
-                self._axes[stream] = self._axis_of(group)
-            axis = self._axes[stream]
+            stream, axis = self._group(group)
             if name in ("send", "recv"):
                 here, there = group.rank(), args[1]
                 stream += f"|{here}>{there}" if name == "send" else f"|{there}>{here}"

@@ -77,8 +77,9 @@ def device_timeline(
             continue
         told, (began, ended) = event.get("args", {}), times(event)
         message = SEND_AND_RECEIVE in event["name"] and "all_to_all" not in str(told.get("Collective name", ""))
-        stream = "" if message else str(told.get("Process Group Name", ""))
-        axis = axis_of(_ranks(told.get("Process Group Ranks")), str(told.get("Process Group Description", "")))
+        ranks = _ranks(told.get("Process Group Ranks"))
+        stream = "" if message else f"{told.get('Process Group Name')} {ranks}"
+        axis = axis_of(ranks, str(told.get("Process Group Description", "")))
         number = len(arrivals.get(stream, ()))
         if not message:
             arrivals[stream].append(began)

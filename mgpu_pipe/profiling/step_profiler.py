@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ KINDS = ((".train_dataloader_next", DATA), (".batch_to_device", DATA), (".traini
 SPOKEN = {DATA: "data", COMPUTE: "forward and backward", OPTIMIZER: "optimizer"}
 CLOCK_ROUNDS = 15
 """Barriers whose ends, the same moment on all ranks, tell their clocks' differences."""
+AFTER_LAST = (".on_validation_model_zero_grad", ".on_train_epoch_end")
+"""Ends of what Lightning does first after a run's last step, where it evaluates and where not."""
 CALLBACK = "callback "
 MARK = "mgpu_pipe: measuring begins"
 
@@ -58,20 +61,19 @@ class StepProfiler(Profiler):
         self._phases: list[Phase] = []
         self._of_callbacks: dict[str, float] = defaultdict(float)
         self._since = self._began = 0.0
-        self._measuring = False
+        self._measuring = self._ended = False
         self._watching = ExitStack()
-        self._watch = CollectiveWatch(self._axis, record_function if trace else lambda name: nullcontext())
+        self._watch = CollectiveWatch(
+            partial(axis_of, dims), record_function if trace is not None else lambda name: nullcontext()
+        )
         self._torch: profile | None = None
-
-    def _axis(self, group: Any) -> str:
-        return axis_of(self._dims, dist.get_process_group_ranks(group), group.group_desc)
 
     # -- what Lightning calls -----------------------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
         if action_name == "run_training_batch":
             self._next_step()
-        elif self._measuring and self._step >= self.last and action_name.endswith(".on_train_epoch_end"):
+        elif self._measuring and self._step >= self.last and action_name.endswith(AFTER_LAST):
             self._end()
         if self._measuring:
             kind, name = self._kind(action_name)
@@ -158,6 +160,7 @@ class StepProfiler(Profiler):
         self.close()
         if self._torch is not None:
             self._torch.stop_trace()
+        self._ended = True
 
     def close(self) -> None:
         """Stop measuring; after an error too."""
@@ -172,9 +175,7 @@ class StepProfiler(Profiler):
         Raises:
             OSError: the trace cannot be written.
         """
-        if self._measuring and self._step >= self.last:
-            self._end()
-        if self._measuring or not self._phases:
+        if not self._ended:
             if dist.get_rank() == 0:
                 print(f"note: trainer.profile: the run ended before step {self.last} was measured", file=sys.stderr)
             return {}
@@ -220,13 +221,12 @@ class StepProfiler(Profiler):
         if self._device.type != "cuda":
             return self._phases, self._watch.blocked, self._watch.arrivals
         marks = Marks(MARK, self._began, self._phases, SPOKEN[OPTIMIZER])
-        axis = lambda ranks, described: axis_of(self._dims, ranks, described)  # noqa: E731
         if self._trace is not None:
-            return device_timeline(self._trace, marks, axis)
+            return device_timeline(self._trace, marks, partial(axis_of, self._dims))
         with tempfile.TemporaryDirectory() as folder:
             own = Path(folder) / "trace.json"
             self._torch.export_chrome_trace(str(own))
-            return device_timeline(own, marks, axis)
+            return device_timeline(own, marks, partial(axis_of, self._dims))
 
     def _barrier_ends(self) -> list[float]:
         ends = []

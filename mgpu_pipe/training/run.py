@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +48,7 @@ from mgpu_pipe.training.initial_weights import (
 from mgpu_pipe.training.job_end import too_late
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.memory import is_out_of_memory, out_of_memory
+from mgpu_pipe.training.memory_snapshot import write_snapshot
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
@@ -220,6 +222,9 @@ def train(
         parts: dict[str, int] = {}
         with suppress(Exception):  # in the middle of a step an engine may not be able to tell
             parts = strategy.memory_parts()
+        if device.type == "cuda":
+            with suppress(OSError):  # a full disk takes none, and the cause is named below
+                print(write_snapshot(paths.profile / f"memory-rank-{rank}.json"), file=sys.stderr)
         raise out_of_memory(error, rank, config, dims, plan, model, parts) from error
     finally:
         if writer is not None:
@@ -253,7 +258,7 @@ def _profiler(
         return None
     from mgpu_pipe.profiling.step_profiler import StepProfiler
 
-    trace = paths.root / "profile" / f"rank-{rank}.json.gz" if config.trainer.profile == "steps" else None
+    trace = paths.profile / f"rank-{rank}.json.gz" if config.trainer.profile == "steps" else None
     first, last = config.trainer.profile_steps
     return StepProfiler(dims, device, first, last, start_step, trace)
 

@@ -78,12 +78,12 @@ def test_a_gpus_time(tmp_path: Path, packed: bool) -> None:
     dims = ParallelDims(dp_shard=2, tp=2)
     marks = Marks("begins", 100.0, host, "optimizer")
     phases, blocked, arrivals = device_timeline(trace, marks, lambda ranks, _: axis_of(dims, ranks))
-    assert dict(arrivals) == {"7": [103.0]}
+    assert dict(arrivals) == {"7 [0, 2]": [103.0]}
     assert [(stretch.begin, stretch.end, stretch.axis) for stretch in blocked] == [
         (104.0, 106.0, "dp_shard"),
         (111.0, 112.0, "dp_shard"),
     ]
-    found = breakdown(phases, blocked, [arrivals, {"7": [105.0]}])
+    found = breakdown(phases, blocked, [arrivals, {"7 [0, 2]": [105.0]}])
     assert found.total == 14.0
     assert found.own == {"compute": 4.0, "optimizer": 2.0, "data": 1.5, "host": 3.5}
     assert (found.waiting, found.waits_for) == ({"dp_shard": 2.0}, {1: 1.0})  # of the message no more is known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ def watched() -> dict[str, Any]:
     mesh = dims.device_mesh("cpu")
     rows, columns = mesh.get_group("tp"), mesh.get_group("dp_shard")
     entries = [vars(dist.ProcessGroup)["allreduce"], vars(dist.Work)["wait"]]
-    watch = CollectiveWatch(lambda group: axis_of(dims, dist.get_process_group_ranks(group), group.group_desc))
+    watch = CollectiveWatch(partial(axis_of, dims))
     x = torch.ones(4)
     dist.barrier()
     with watch.watching():
