@@ -15,18 +15,18 @@ from pathlib import Path
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import device_type, world_size
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, ConfigError
+from mgpu_pipe.launch.links_worker import FOUND, measure_joined
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.supervisor import supervise
 from mgpu_pipe.launch.workers import WorkerPlan, worker_environment
-from mgpu_pipe.profiling.link_table import Link, table, verdict
-from mgpu_pipe.report.rows import print_columns
+from mgpu_pipe.profiling.link_table import Link
+from mgpu_pipe.report.links import show
 
 WORKER = ("-m", "mgpu_pipe.launch.links_worker")
-FOUND = "links.json"
 STOP_TIMEOUT_S = 5.0
 
 
@@ -55,8 +55,6 @@ def measure(config: RunConfig) -> int:
     if joined.get("RANK", "0") == "0":
         print(f"measuring {count} link{'s' if count > 1 else ''} of {world} processes", file=sys.stderr, flush=True)
     if joined:
-        from mgpu_pipe.launch.links_worker import measure_joined
-
         return measure_joined(config, joined)
     folder = Path(tempfile.mkdtemp(prefix="mgpu-pipe-links-"))
     try:
@@ -82,17 +80,3 @@ def _measure_here(config: RunConfig, world: int, paths: RunPaths) -> int:
     said = outcome.failure.show() if outcome.failure is not None else f"error: {outcome.message or 'stopped'}"
     print(said, file=sys.stderr)
     return outcome.exit_code or EXIT_FAILURE
-
-
-def show(links: list[Link], config: RunConfig) -> None:
-    """Print the links and which of them are slow."""
-    ranks = 1 + max(link.second for link in links)
-    kind = "gloo" if device_type(config) == "cpu" else "NCCL"
-    names, rows = table(links)
-    listed = f"{len(links)}" if len(rows) == len(links) else f"the slowest {len(rows)} of {len(links)}"
-    print(f"{listed} link{'s' if len(links) > 1 else ''} of {ranks} ranks, by {kind}; the slower direction\n")
-    print_columns(names, rows, names[2:4])
-    print()
-    for line in verdict(links):
-        print(line)
-    sys.stdout.flush()

@@ -15,16 +15,18 @@ from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK
-from mgpu_pipe.launch.links import FOUND, show
 from mgpu_pipe.launch.parent_death import Lifeline
 from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.worker import leave_error
+from mgpu_pipe.report.links import show
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.profiling.link_table import Link
+
+FOUND = "links.json"
 
 
 def main(folder: Path) -> None:

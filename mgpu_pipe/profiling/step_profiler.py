@@ -79,7 +79,7 @@ class StepProfiler(Profiler):
             kind, name = self._kind(action_name)
             self._cut()
             self._stack.append((kind, name))
-            self._ranges.append(self._range(name if name else SPOKEN.get(kind, "")))
+            self._ranges.append(self._range(name))
 
     def stop(self, action_name: str) -> None:
         if self._measuring and self._stack:  # one that began before the measured steps has no entry
@@ -88,13 +88,14 @@ class StepProfiler(Profiler):
             self._ranges.pop().close()
 
     def _kind(self, action: str) -> tuple[str, str]:
+        """Of an action, and its name for the trace; one without a name is part of the action around it."""
         if action == "optimizer_step":
-            return OPTIMIZER, ""
+            return OPTIMIZER, SPOKEN[OPTIMIZER]
         if action.startswith("[Callback]"):
             return HOST, f"{CALLBACK}{action.removeprefix('[Callback]')}"
         for ending, kind in KINDS:
             if action.endswith(ending):
-                return kind, ""
+                return kind, SPOKEN[kind]
         if action == "run_training_batch":
             return HOST, f"step {self._step}"
         return self._stack[-1][0] if self._stack else HOST, ""
