@@ -18,9 +18,7 @@ from mgpu_pipe.launch.stop import asks_for_a_run
 PROGRAM = "mgpu-pipe"
 HELP = """\
 usage: mgpu-pipe [VERB] [OVERRIDES]
-One Hydra configuration, one reproducible multi-GPU training run.
-
-start with:
+One Hydra configuration, one reproducible multi-GPU training run. Start with:
   mgpu-pipe experiment=quickstart                   train a small model
   mgpu-pipe check strategy=fsdp trainer.devices=4   see what a run would be
 

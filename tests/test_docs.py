@@ -28,7 +28,14 @@ PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
 WITH_COMMANDS = [page for page in PAGES if any(b.commands or b.shown for b in blocks(REPOSITORY / page))]
 LONG = tuple(
     f"docs/{page}.md"
-    for page in ("tasks/strategies", "tasks/python", "tasks/nodes", "tasks/steadier", "reference/checkpoint_format")
+    for page in (
+        "tasks/strategies",
+        "tasks/python",
+        "tasks/nodes",
+        "tasks/steadier",
+        "tasks/doctor",
+        "reference/checkpoint_format",
+    )
 )
 """Pages whose commands other tests try in their like; ``make test-all`` runs them."""
 

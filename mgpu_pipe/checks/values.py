@@ -61,6 +61,7 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         *base_run_errors(config),
         *early_stopping_errors(config),
         *_start_errors(config),
+        *_profile_errors(config),
     ]
 
 
@@ -261,3 +262,16 @@ def _held_out_errors(config: RunConfig) -> list[ConfigError]:
         reason = f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured"
         errors.append(ConfigError("checkpoint.keep_best", config.checkpoint.keep_best, fix, reason))
     return errors
+
+
+def _profile_errors(config: RunConfig) -> list[ConfigError]:
+    trainer = config.trainer
+    if trainer.profile == "none":
+        return []
+    steps = trainer.profile_steps
+    if len(steps) != 2 or not 1 <= steps[0] <= steps[1]:
+        return [ConfigError("trainer.profile_steps", steps, "give the first and the last step, e.g. [3,5]")]
+    if trainer.max_steps is not None and steps[1] > trainer.max_steps:
+        fix, reason = f"use steps up to {trainer.max_steps}", f"trainer.max_steps={trainer.max_steps}"
+        return [ConfigError("trainer.profile_steps", steps, fix, reason)]
+    return []

@@ -70,6 +70,11 @@ class RunPaths:
         return self.root / "logs"
 
     @property
+    def profile(self) -> Path:
+        """Traces of its steps, and what a GPU's memory held when it ran out."""
+        return self.root / "profile"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

@@ -285,6 +285,10 @@ class TrainerConfig:
     """Use deterministic algorithms only; slower on CUDA, makes runs bit-equal there."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """Progress on stderr; auto: a bar on a terminal, plain lines elsewhere."""
+    profile: Literal["none", "times", "steps"] = "none"
+    """times measures where the time of trainer.profile_steps goes; steps also writes a trace of them for each rank."""
+    profile_steps: list[int] = field(default_factory=lambda: [3, 5])
+    """First and last step that trainer.profile is of."""
 
     def max_seconds(self) -> float | None:
         """Of max_time; None where there is no limit, or it cannot be read."""

@@ -23,12 +23,13 @@ STARTS_FROM = "starts_from"
 """Entry of ``environment.json``: the run or step folder that ``checkpoint.resume`` named when the run was begun."""
 RUN = "run"
 """Entry of ``environment.json``: the run's name, strategy, tags and steps, for those who look at many runs."""
-NO_RUNS = ("manifest.json", "configured.yaml")
-"""What lies in a checkpoint's step and in a verification, which have a configuration too."""
+DOCTOR = "doctor.json"
+NO_RUNS = ("manifest.json", "configured.yaml", DOCTOR)
+"""What lies in a checkpoint's step, in a verification and where ``doctor`` measured: they have a configuration too."""
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether this is a run's folder; a checkpoint's step and a verification are none."""
+    """Whether this is a run's folder; a checkpoint's step, a verification and a measurement are none."""
     return RunPaths(folder).config.is_file() and not any((folder / name).is_file() for name in NO_RUNS)
 
 

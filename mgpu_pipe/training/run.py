@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -47,10 +48,11 @@ from mgpu_pipe.training.initial_weights import (
 from mgpu_pipe.training.job_end import too_late
 from mgpu_pipe.training.length import run_length
 from mgpu_pipe.training.memory import is_out_of_memory, out_of_memory
+from mgpu_pipe.training.memory_snapshot import write_snapshot
 from mgpu_pipe.training.optimizers import optimizer_factory
 from mgpu_pipe.training.plugins import objective_class, strategy_class
 from mgpu_pipe.training.progress import Progress
-from mgpu_pipe.training.recorder import StepRecorder
+from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
 from mgpu_pipe.training.result import TrainResult, train_result
 from mgpu_pipe.training.run_clock import RunClock
 from mgpu_pipe.training.sampling import sampler
@@ -61,6 +63,8 @@ from mgpu_pipe.training.trainer import run_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from mgpu_pipe.profiling.step_profiler import StepProfiler
 
 
 def train(
@@ -191,9 +195,10 @@ def train(
         source_tokens=prepared.source_tokens(config),
         begins=clock.start,
     )
+    profiler = _profiler(config, paths, dims, device, rank, start_step)
     held_out = evaluation_step_batches(config, prepared, plan, dims.data_parallel_rank(rank), objective.samples)
     try:
-        trainer = run_trainer(config, paths, strategy, recorder, max_steps, device, rank)
+        trainer = run_trainer(config, paths, strategy, recorder, max_steps, device, rank, profiler)
         trainer.fit(
             objective,
             train_step_batches(
@@ -218,6 +223,9 @@ def train(
         parts: dict[str, int] = {}
         with suppress(Exception):  # in the middle of a step an engine may not be able to tell
             parts = strategy.memory_parts()
+        if device.type == "cuda":
+            with suppress(OSError):  # a full disk takes none, and the cause is named below
+                print(write_snapshot(paths.profile / f"memory-rank-{rank}.json"), file=sys.stderr)
         raise out_of_memory(error, rank, config, dims, plan, model, parts) from error
     finally:
         if writer is not None:
@@ -225,6 +233,8 @@ def train(
             writer.close()
         if own_writer is not None:
             own_writer.close()
+        if profiler is not None:
+            profiler.close()
     if strategy.spike_guard.stopped_by is not None:
         raise GradientSpikeError(strategy.spike_guard.stopped_by, checkpointer.last_path)
     in_time = recorder.stopped and recorder.step < max_steps and _time_alone(strategy, asked_to_stop(), clock.is_over())
@@ -233,9 +243,25 @@ def train(
         recorder.metrics.update(reader.state["metrics"])
         checkpointer.last_path = resume
     sizes = {"parameters": num_parameters, "trained": num_trained}
-    return train_result(
+    result = train_result(
         config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes, tasks, in_time
     )
+    if profiler is not None:
+        result.summary.update(profiler.finish(config, plan, peak_memory_gib(device)))
+    return result
+
+
+def _profiler(
+    config: RunConfig, paths: RunPaths, dims: ParallelDims, device: torch.device, rank: int, start_step: int
+) -> StepProfiler | None:
+    """What ``trainer.profile`` asks for; nothing of it is imported where it asks for nothing."""
+    if config.trainer.profile == "none":
+        return None
+    from mgpu_pipe.profiling.step_profiler import StepProfiler
+
+    trace = paths.profile / f"rank-{rank}.json.gz" if config.trainer.profile == "steps" else None
+    first, last = config.trainer.profile_steps
+    return StepProfiler(dims, device, first, last, start_step, trace)
 
 
 def _time_alone(strategy: EngineStrategy, asked: bool, over: bool) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.profilers import Profiler
 
 from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.config.build import build
@@ -25,6 +26,7 @@ def run_trainer(
     max_steps: int,
     device: torch.device,
     rank: int,
+    profiler: Profiler | None = None,
 ) -> pl.Trainer:
     """The Trainer of a run, with its configuration's callbacks and, on rank 0, loggers."""
     callbacks = [
@@ -40,6 +42,7 @@ def run_trainer(
         max_steps=max_steps,
         logger=loggers or False,
         callbacks=[*callbacks, recorder],
+        profiler=profiler,
     )
 
 

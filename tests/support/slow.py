@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import time
 
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, Trainer
 
 
 class Slow(Callback):
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    """Args:
+    seconds: after each step.
+    rank: the one that is slow; None: all are.
+    """
 
-    def on_train_batch_end(self, *_: object) -> None:
-        time.sleep(self.seconds)
+    def __init__(self, seconds: float, rank: int | None = None) -> None:
+        self.seconds, self.rank = seconds, rank
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        if self.rank in (None, trainer.global_rank):
+            time.sleep(self.seconds)

@@ -1,0 +1,105 @@
+"""``mgpu-pipe doctor``: where the time of a step goes, and which link is slow."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.commands import Verb
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.schema import RunConfig
+
+DESCRIPTION = (
+    "Run a few steps of the configuration, save nothing, and print where the time of a\n"
+    "step goes on each rank: compute, waiting for other ranks and transfer along each\n"
+    "axis, the optimizer, data, the host. Names a slow rank and the key that would help.\n"
+    "doctor links measures the link of every pair of ranks instead, and names a slow one."
+)
+LINKS = "links"
+WARM_UP, MEASURED = 2, 4
+"""Steps: allocators, kernels and caches warm up in the first ones."""
+LONG = 1_000_000
+"""Steps of the schedule of a run that is as long as its epochs, which only its data tell."""
+
+
+def doctor(words: list[str]) -> int:
+    from mgpu_pipe.config.joined_world import existing_world
+    from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.launch.composed import checked, composed, launched
+
+    command = ["mgpu-pipe", "doctor", *words]
+
+    def job(composition: Composition) -> int:
+        from mgpu_pipe.launch.stop import run_begins
+
+        run_begins()
+        composition.config = measured(checked(composition, joins=True))
+        leads = existing_world(os.environ).get("RANK", "0") == "0"
+        if leads:
+            print(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
+        with redirect_stdout(io.StringIO()):  # of the run's own tables only its report is of use
+            result = launched(composition, command)
+        if not leads:
+            return result.exit_code
+        from mgpu_pipe.report.step_times import keep, show
+
+        times = keep(result.folder)
+        if times is None:  # stopped or failed; the launcher has said why
+            return result.exit_code or EXIT_FAILURE
+        show(times, f"{composition.config.model.name}, {composition.config.strategy.name}")
+        print(f"picture: {RunPaths(result.folder).report}", flush=True)
+        return EXIT_OK
+
+    def links(composition: Composition) -> int:
+        config = checked(composition)
+        from mgpu_pipe.launch.links import measure
+
+        return measure(config)
+
+    asks_links = words[:1] == [LINKS]
+    return composed("doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job)
+
+
+def measured(config: RunConfig) -> RunConfig:
+    """The same run, for a few steps that are measured, and as little besides as there can be."""
+    last = WARM_UP + MEASURED
+    trainer = replace(
+        config.trainer,
+        max_steps=last + 1,  # the last measured step ends where the next one begins
+        max_epochs=None,
+        max_time=None,
+        val_every_n_steps=None,
+        sample_every_n_steps=None,
+        progress="off",
+        profile="times" if config.trainer.profile == "none" else config.trainer.profile,
+        profile_steps=[WARM_UP + 1, last],
+    )
+    texts = ("sample_prompts", "sample_texts")
+    total = config.scheduler.total_steps or config.trainer.max_steps or LONG
+    prompts: dict[str, Any] = {one.name: [] for one in fields(config.objective) if one.name in texts}
+    return replace(
+        config,
+        run=replace(config.run, name="doctor", dir=None),
+        data=replace(config.data, validation_max_samples=1),
+        objective=replace(config.objective, **prompts),
+        scheduler=replace(config.scheduler, total_steps=total),
+        checkpoint=replace(
+            config.checkpoint, every_n_steps=None, every_n_minutes=None, save_last=False, keep_best=0, resume="none"
+        ),
+        trainer=trainer,
+        eval=replace(config.eval, tasks={}),
+        logger={},
+        launch=replace(config.launch, max_restarts=0),
+    )
+
+
+VERB = Verb(
+    "say where the time of a step goes, and what would help", doctor, composes=True, first_words=lambda: [LINKS]
+)

@@ -1,0 +1,26 @@
+"""The name of a process group under which the configuration knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mgpu_pipe.topology import AXES, ParallelDims
+
+EVERYONE = "all ranks"
+EXPERT_MESH = {"mesh_ep": "ep", "mesh_expert_shard": "dp_shard"}
+"""Axes of :meth:`ParallelDims.expert_mesh`, as torch describes their groups."""
+
+
+def axis_of(dims: ParallelDims, ranks: Sequence[int], described: str = "") -> str:
+    """The axes along which ``ranks`` differ; :data:`EVERYONE` for a world of several axes.
+
+    Args:
+        described: torch's description of the group. An expert group has the ranks of other axes.
+    """
+    if described in EXPERT_MESH and dims.ep > 1:
+        return EXPERT_MESH[described]
+    positions = [dims.coordinates(rank) for rank in ranks]
+    apart = [axis for axis in AXES if len({position[axis] for position in positions}) > 1]
+    if len(apart) > 1 and len(ranks) == dims.world_size:
+        return EVERYONE
+    return " x ".join(apart) or EVERYONE

@@ -1,0 +1,145 @@
+"""What a step's time went to on each rank, as ``summary.json`` has it, and as a table. No torch here."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mgpu_pipe.profiling.breakdown import PHASES
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of one rank's step, the mean of those that were measured.
+
+    Attributes:
+        own: what it did by itself, by phase.
+        waiting, transfer: of collectives with nothing to do beside them, by axis: until the last rank came, and after.
+        waits_for: of the waiting, by rank.
+        callback, callback_s: the callback that took longest.
+    """
+
+    node: str
+    step_s: float
+    own: dict[str, float]
+    waiting: dict[str, float]
+    transfer: dict[str, float]
+    waits_for: dict[str, float]
+    callback: str
+    callback_s: float
+    peak_gib: float
+
+    @property
+    def own_s(self) -> float:
+        return sum(self.own.values())
+
+    @property
+    def waiting_s(self) -> float:
+        return sum(self.waiting.values())
+
+    @property
+    def transfer_s(self) -> float:
+        return sum(self.transfer.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Those of all ranks, in order.
+
+    Attributes:
+        first, last: the steps that were measured.
+        findings: what follows from it, a sentence each.
+    """
+
+    first: int
+    last: int
+    ranks: list[RankTimes]
+    findings: list[str]
+
+    @classmethod
+    def read(cls, value: object) -> StepTimes | None:
+        """From a summary, which somebody else may have written; None where it holds none."""
+        try:
+            assert isinstance(value, Mapping)
+            ranks = [_rank_times(one) for one in value["ranks"]]
+            assert ranks
+            return cls(int(value["first"]), int(value["last"]), ranks, [str(line) for line in value["findings"]])
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def axes(self) -> list[str]:
+        """Along which there was communication, the costliest first."""
+        cost: dict[str, float] = {}
+        for rank in self.ranks:
+            for part in (rank.waiting, rank.transfer):
+                for axis, seconds in part.items():
+                    cost[axis] = cost.get(axis, 0.0) + seconds
+        return sorted(cost, key=lambda axis: -cost[axis])
+
+    def share(self, part: str) -> float:
+        """Of the steps of all ranks: ``waiting``, ``transfer``, or a phase."""
+        seconds = sum(rank.own.get(part, 0.0) if part in PHASES else getattr(rank, f"{part}_s") for rank in self.ranks)
+        return seconds / max(sum(rank.step_s for rank in self.ranks), 1e-12)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Names of columns and a row for each rank, in milliseconds, then each column's share of the step."""
+        axes, nodes = self.axes, len({rank.node for rank in self.ranks}) > 1
+        names = ["rank", *(["node"] if nodes else []), "step ms", *PHASES]
+        names += [f"{axis}: {part}" for axis in axes for part in ("waits", "transfer")]
+        rows, values = [], []
+        for number, rank in enumerate(self.ranks):
+            spent = [rank.own.get(kind, 0.0) for kind in PHASES]
+            spent += [part.get(axis, 0.0) for axis in axes for part in (rank.waiting, rank.transfer)]
+            values.append([rank.step_s, *spent])
+            most = max(rank.waits_for, key=lambda other: rank.waits_for[other], default="")
+            told = f"rank {most}" if most else ""
+            rows.append([str(number), *([rank.node] if nodes else []), *map(_milliseconds, values[-1]), told])
+        means = [statistics.fmean(column) for column in zip(*values, strict=True)]
+        shares = [f"{100 * mean / means[0]:.0f}%" if means[0] else "" for mean in means]
+        rows.append(["all", *([""] if nodes else []), *shares, ""])
+        return [*names, "waits most for"], rows
+
+
+def _rank_times(value: Mapping[str, Any]) -> RankTimes:
+    parts = {
+        name: {str(key): _seconds(spent) for key, spent in value[name].items()}
+        for name in ("own", "waiting", "transfer", "waits_for")
+    }
+    figures = {name: _seconds(value[name]) for name in ("step_s", "callback_s", "peak_gib")}
+    return RankTimes(node=str(value["node"]), callback=str(value["callback"]), **parts, **figures)  # type: ignore[arg-type]
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}" if seconds < 0.01 else f"{1000 * seconds:.0f}"
+
+
+def slowest(ranks: Sequence[RankTimes]) -> tuple[int, str, float] | None:
+    """The rank that works longest by itself, the phase in which it falls behind, and by how many seconds a step.
+
+    None where no rank stands out: by a tenth of a step from the median of the others.
+    """
+    if len(ranks) < 2:
+        return None
+    rank = max(range(len(ranks)), key=lambda number: ranks[number].own_s)
+    others = [one for number, one in enumerate(ranks) if number != rank]
+    behind = {
+        kind: ranks[rank].own.get(kind, 0.0) - statistics.median(one.own.get(kind, 0.0) for one in others)
+        for kind in PHASES
+    }
+    late = ranks[rank].own_s - statistics.median(one.own_s for one in others)
+    if late < 0.1 * ranks[rank].step_s:
+        return None
+    return rank, max(behind, key=lambda kind: behind[kind]), late

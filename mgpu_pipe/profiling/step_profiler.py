@@ -1,0 +1,247 @@
+"""Lightning's profiler for a few steps: what this rank did when, and, where asked, a torch profiler's trace of it."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.profilers import Profiler
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.profiling.advice import findings
+from mgpu_pipe.profiling.axes import axis_of
+from mgpu_pipe.profiling.breakdown import COMPUTE, DATA, HOST, OPTIMIZER, Arrivals, Blocked, Phase, breakdown
+from mgpu_pipe.profiling.collectives import CollectiveWatch
+from mgpu_pipe.profiling.device_trace import Marks, device_timeline
+from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes
+from mgpu_pipe.runs.lock import boot_id
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+KINDS = ((".train_dataloader_next", DATA), (".batch_to_device", DATA), (".training_step", COMPUTE))
+"""By the end of an action's name, as Lightning gives it."""
+SPOKEN = {DATA: "data", COMPUTE: "forward and backward", OPTIMIZER: "optimizer"}
+CLOCK_ROUNDS = 15
+"""Barriers whose ends, the same moment on all ranks, tell their clocks' differences."""
+AFTER_LAST = (".on_validation_model_zero_grad", ".on_train_epoch_end")
+"""Ends of what Lightning does first after a run's last step, where it evaluates and where not."""
+CALLBACK = "callback "
+MARK = "mgpu_pipe: measuring begins"
+
+
+class StepProfiler(Profiler):
+    """Measures the steps ``first`` to ``last`` of a run, from the beginning of one to the beginning of the next.
+
+    Args:
+        start_step: steps done before this attempt.
+        trace: the file that gets the torch profiler's trace, or None.
+    """
+
+    def __init__(
+        self, dims: ParallelDims, device: torch.device, first: int, last: int, start_step: int, trace: Path | None
+    ) -> None:
+        super().__init__()
+        self._dims, self._device, self._trace = dims, device, trace
+        self.first, self.last = first, last
+        self._step = start_step
+        self._stack: list[tuple[str, str]] = []
+        self._ranges: list[ExitStack] = []
+        self._phases: list[Phase] = []
+        self._of_callbacks: dict[str, float] = defaultdict(float)
+        self._since = self._began = 0.0
+        self._measuring = self._ended = False
+        self._watching = ExitStack()
+        self._watch = CollectiveWatch(
+            partial(axis_of, dims), record_function if trace is not None else lambda name: nullcontext()
+        )
+        self._torch: profile | None = None
+
+    # -- what Lightning calls -----------------------------------------------------------------------------------
+
+    def start(self, action_name: str) -> None:
+        if action_name == "run_training_batch":
+            self._next_step()
+        elif self._measuring and self._step >= self.last and action_name.endswith(AFTER_LAST):
+            self._end()
+        if self._measuring:
+            kind, name = self._kind(action_name)
+            self._cut()
+            self._stack.append((kind, name))
+            self._ranges.append(self._range(name))
+
+    def stop(self, action_name: str) -> None:
+        if self._measuring and self._stack:  # one that began before the measured steps has no entry
+            self._cut()
+            self._stack.pop()
+            self._ranges.pop().close()
+
+    def _kind(self, action: str) -> tuple[str, str]:
+        """Of an action, and its name for the trace; one without a name is part of the action around it."""
+        if action == "optimizer_step":
+            return OPTIMIZER, SPOKEN[OPTIMIZER]
+        if action.startswith("[Callback]"):
+            return HOST, f"{CALLBACK}{action.removeprefix('[Callback]')}"
+        for ending, kind in KINDS:
+            if action.endswith(ending):
+                return kind, SPOKEN[kind]
+        if action == "run_training_batch":
+            return HOST, f"step {self._step}"
+        return self._stack[-1][0] if self._stack else HOST, ""
+
+    def _range(self, name: str) -> ExitStack:
+        """A range of the trace, of this name; none where there is no name, or no trace."""
+        entered = ExitStack()
+        if name and self._torch is not None:
+            entered.enter_context(record_function(name))
+            if self._device.type == "cuda":
+                torch.cuda.nvtx.range_push(name)
+                entered.callback(torch.cuda.nvtx.range_pop)
+        return entered
+
+    def _cut(self) -> None:
+        """The stretch since the last action began or ended belongs to the innermost one."""
+        now = time.perf_counter()
+        kind, name = self._stack[-1] if self._stack else (HOST, "")
+        self._phases.append((self._since, now, kind))
+        if name.startswith(CALLBACK):
+            self._of_callbacks[name] += now - self._since
+        self._since = now
+
+    # -- the measured steps -------------------------------------------------------------------------------------
+
+    def _next_step(self) -> None:
+        """A step begins: one to measure, or the one after these."""
+        self._step += 1
+        if self._step == self.first - 1:
+            self._prepare()
+        elif self._step == self.first:
+            self._begin()
+        elif self._measuring and self._step > self.last:
+            self._end()
+
+    def _prepare(self) -> None:
+        """Let the torch profiler, which takes seconds to come up, do so in the step before."""
+        if self._trace is None and self._device.type != "cuda":
+            return
+        on_device = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+        self._torch = profile(activities=[ProfilerActivity.CPU, *on_device])
+        self._torch.prepare_trace()
+
+    def _begin(self) -> None:
+        if self._torch is None:
+            self._prepare()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        if self._torch is not None:
+            self._torch.start_trace()
+        self._watching.enter_context(self._watch.watching())
+        self._measuring = True
+        self._since = self._began = time.perf_counter()
+        with self._range(MARK):
+            pass
+
+    def _end(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._cut()
+        while self._ranges:
+            self._ranges.pop().close()
+        self.close()
+        if self._torch is not None:
+            self._torch.stop_trace()
+        self._ended = True
+
+    def close(self) -> None:
+        """Stop measuring; after an error too."""
+        self._measuring = False
+        self._watching.close()
+
+    # -- the result ---------------------------------------------------------------------------------------------
+
+    def finish(self, config: RunConfig, plan: BatchPlan, peak_gib: float) -> dict[str, Any]:
+        """What every rank's time went to, as an entry of the run's summary. Collective.
+
+        Raises:
+            OSError: the trace cannot be written.
+        """
+        if not self._ended:
+            if dist.get_rank() == 0:
+                print(f"note: trainer.profile: the run ended before step {self.last} was measured", file=sys.stderr)
+            return {}
+        ranks = exchange_json(self._rank_times(peak_gib).as_dict(), None)
+        values = {"first": self.first, "last": self.last, "ranks": ranks, "findings": []}
+        times = StepTimes.read(values)
+        assert times is not None
+        return {"step_times": {**values, "findings": findings(times, config, self._dims, plan)}}
+
+    def _rank_times(self, peak_gib: float) -> RankTimes:
+        phases, blocked, arrivals = self._timeline()
+        told = exchange_json({"boot": boot_id(), "ends": self._barrier_ends(), "arrivals": arrivals}, None)
+        own = told[dist.get_rank()]
+        by_rank = [
+            {stream: [time - ahead for time in times] for stream, times in one["arrivals"].items()}
+            for one, ahead in ((one, _ahead(one, own)) for one in told)
+        ]
+        found, steps = breakdown(phases, blocked, by_rank), self.last - self.first + 1
+        callback, spent = max(self._of_callbacks.items(), key=lambda item: item[1], default=("", 0.0))
+
+        def a_step(part: Mapping[Any, float]) -> dict[str, float]:
+            return {str(key): seconds / steps for key, seconds in part.items()}
+
+        return RankTimes(
+            node=socket.gethostname(),
+            step_s=found.total / steps,
+            own=a_step(found.own),
+            waiting=a_step(found.waiting),
+            transfer=a_step(found.transfer),
+            waits_for=a_step(found.waits_for),
+            callback=callback.removeprefix(CALLBACK),
+            callback_s=spent / steps,
+            peak_gib=peak_gib,
+        )
+
+    def _timeline(self) -> tuple[Sequence[Phase], Sequence[Blocked], Arrivals]:
+        """By the host's clock on the CPU, where a collective holds the process up; on CUDA by what the device did."""
+        if self._torch is None:
+            return self._phases, self._watch.blocked, self._watch.arrivals
+        if self._trace is not None:
+            self._trace.parent.mkdir(parents=True, exist_ok=True)
+            self._torch.export_chrome_trace(str(self._trace))
+        if self._device.type != "cuda":
+            return self._phases, self._watch.blocked, self._watch.arrivals
+        marks = Marks(MARK, self._began, self._phases, SPOKEN[OPTIMIZER])
+        if self._trace is not None:
+            return device_timeline(self._trace, marks, partial(axis_of, self._dims))
+        with tempfile.TemporaryDirectory() as folder:
+            own = Path(folder) / "trace.json"
+            self._torch.export_chrome_trace(str(own))
+            return device_timeline(own, marks, partial(axis_of, self._dims))
+
+    def _barrier_ends(self) -> list[float]:
+        ends = []
+        for _ in range(CLOCK_ROUNDS):
+            met = torch.zeros((), device=self._device)
+            if dist.get_world_size() > 1:
+                dist.all_reduce(met)
+            met.item()
+            ends.append(time.perf_counter())
+        return ends
+
+
+def _ahead(one: dict[str, Any], own: dict[str, Any]) -> float:
+    """By how much a rank's clock is ahead of this one's. One machine's processes share a clock."""
+    if one["boot"] == own["boot"]:
+        return 0.0
+    return statistics.median(there - here for there, here in zip(one["ends"], own["ends"], strict=True))

@@ -1,0 +1,91 @@
+"""Links between ranks. Oracle: the link that was made slow, on real processes, and figures made up."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.profiling import links as measuring
+from mgpu_pipe.profiling.link_table import Link, suspects, table, verdict
+from mgpu_pipe.profiling.links import measure_links, tournament
+from tests.support.command import mgpu
+from tests.support.processes import run_processes
+from tests.support.worlds import JoinedRun
+
+SLOW_PAIR = {1, 3}
+RATE = 30e6
+"""Bytes per second of the slow link."""
+
+
+def links_of_four() -> list[Link]:
+    """What rank 1 sends rank 3 takes its time."""
+    send: Any = dist.send
+
+    def slowed(tensor: torch.Tensor, dst: int) -> None:
+        if {dist.get_rank(), dst} == SLOW_PAIR:
+            time.sleep(tensor.nbytes / RATE)
+        send(tensor, dst)
+
+    measuring.MESSAGE["cpu"] = measuring.MIB
+    measuring.dist.send = slowed  # type: ignore[attr-defined]
+    return measure_links(torch.device("cpu"))
+
+
+def test_a_link_slowed_on_purpose_is_named() -> None:
+    links, *others = run_processes(4, links_of_four)
+    assert all(other == links for other in others), "all ranks know all links"
+    assert [(link.first, link.second) for link in links] == list(itertools.combinations(range(4), 2))
+    slowest = min(links, key=lambda link: link.rate)
+    assert {slowest.first, slowest.second} == SLOW_PAIR and slowest.rate < RATE
+    assert suspects(links)[0] == slowest
+    assert any(line.startswith("the link of ranks 1 and 3 (node ") for line in verdict(links))
+
+
+def test_every_rank_meets_every_other_once_and_one_at_a_time() -> None:
+    for ranks in range(2, 10):
+        rounds = list(tournament(ranks))
+        met = [pair for pairs in rounds for pair in pairs]
+        assert sorted(met) == list(itertools.combinations(range(ranks), 2))
+        for pairs in rounds:
+            assert len(set(itertools.chain(*pairs))) == 2 * len(pairs)
+
+
+def test_links_are_slow_beside_their_like() -> None:
+    near = {True: (1e-5, 8e9), False: (1e-4, 1e9)}
+    links = [
+        Link(a, b, f"n{a // 2}", f"n{b // 2}", a // 2 == b // 2, *near[a // 2 == b // 2])
+        for a, b in itertools.combinations(range(6), 2)
+    ]
+    assert verdict(links) == ["no link is slower than the median by more than 2 times"], "nodes are further apart"
+    late = [replace(link, latency_s=1e-3) if (link.first, link.second) == (0, 4) else link for link in links]
+    (line,) = verdict(late)
+    assert line.startswith("the link of ranks 0 and 4 (nodes n0 and n2) is slow: 954 MiB/s, 1000 us; the median")
+    assert "954 MiB/s, 100 us" in line
+    card = [replace(link, rate=link.rate / 10) if 4 in (link.first, link.second) else link for link in links]
+    assert verdict(card) == ["all links of rank 4 (node n2) are slow: look at its network card and its cable"]
+    _, rows = table(late)
+    assert len(rows) == 15 and [row[0] for row in rows if row[-1] == "SLOW"] == ["0 - 4"]
+    assert verdict(links[:1]) == ["one link has none to compare it with"]
+
+
+def test_the_verb_measures_the_processes_of_a_run(cache: Path, tmp_path: Path) -> None:
+    words = ["doctor", "links", "strategy=ddp", "data.global_batch_size=12", "model=llama_tiny"]
+    lines = mgpu(cache, tmp_path, *words, "trainer.devices=2").splitlines()
+    assert lines[0].startswith("1 link of 2 ranks, by gloo") and lines[3].startswith("0 - 1")
+    joined = JoinedRun(2, tmp_path, cache, tmp_path / "log", *words)
+    assert joined.wait() == [0, 0]
+    assert (tmp_path / "log").read_text().count("1 link of 2 ranks, by gloo") == 1, "rank 0 alone tells"
+    for more, line in (
+        (["trainer.devices=1", "strategy=single"], "error: trainer.devices=1: one process has no link; use at least 2"),
+        (["trainer.devices=2", "trainer.num_nodes=2"], "error: trainer.num_nodes=2: this command starts processes"),
+        (["trainer.devices=5"], "error: data.global_batch_size=12: not divisible by the 5 data-parallel processes"),
+    ):
+        said = mgpu(cache, tmp_path, *words, *more, code=2)
+        assert said.startswith(line) and len(said.splitlines()) == 1, said
+    assert not (tmp_path / "outputs").exists()
