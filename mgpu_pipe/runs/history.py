@@ -97,21 +97,26 @@ def check_progress(paths: RunPaths, most_without_progress: int) -> None:
     Raises:
         WorkerError: says so; the run's summary does, too.
     """
-    entries = read(paths)
-    stuck = list(takewhile(_stopped_on_the_spot, entries[::-1]))
-    if len(stuck) <= most_without_progress:
+    entries, step = read(paths), _step_of(_newest(paths))
+    stuck = list(takewhile(lambda entry: _left_at(step, entry), entries[::-1]))
+    if len(stuck) <= most_without_progress or not any(map(_by_the_limit, stuck)):
         return
     hopeless = (
         f"launch.max_restarts_without_progress={most_without_progress}: the time limit stopped the last {len(stuck)} "
         "attempts before they took a step; raise launch.time, or lower launch.warning_s"
     )
-    _give_up(paths, _step_of(_newest(paths)), hopeless, entries)
+    _give_up(paths, step, hopeless, entries)
 
 
-def _stopped_on_the_spot(entry: Entry) -> bool:
-    by_the_limit = str(entry.get("cause", "")).startswith(signal.SIGUSR1.name)
-    of_this_job = entry.get("job") == os.environ.get("SLURM_JOB_ID")
-    return of_this_job and by_the_limit and entry.get("step") == entry.get("from_step")
+def _left_at(step: int, entry: Entry) -> bool:
+    """Whether an attempt of this job took no step from there, by the time limit or a crash."""
+    killed = entry.get("ended") is None  # nobody has noted it yet
+    ended = _by_the_limit(entry) or killed or entry.get("status") == "failed"
+    return ended and entry.get("from_step") == step and entry.get("job") == os.environ.get("SLURM_JOB_ID")
+
+
+def _by_the_limit(entry: Entry) -> bool:
+    return str(entry.get("cause", "")).startswith(signal.SIGUSR1.name)
 
 
 def _give_up(paths: RunPaths, step: int, why: str, entries: list[Entry]) -> NoReturn:

@@ -61,12 +61,13 @@ def test_a_run_whose_time_limit_leaves_no_step_ends(paths: RunPaths) -> None:
     history.check_progress(paths, 1)
     history.note_unbegun(paths, time.time(), "SIGTERM (preempted, requeued or cancelled)")
     for _ in range(2):
-        history.check_progress(paths, 1)
+        history.check_progress(paths, 3)
         history.note_unbegun(paths, time.time(), cause)
-    with pytest.raises(WorkerError, match="the time limit stopped the last 2 attempts before they took a step; raise"):
-        history.check_progress(paths, 1)
+        history.begin(paths, 1, None, 1)  # and killed: the next one notes it
+    with pytest.raises(WorkerError, match="the time limit stopped the last 4 attempts before they took a step; raise"):
+        history.check_progress(paths, 3)
     assert '"status": "failed"' in paths.summary.read_text()
-    history.check_progress(paths, 2)
+    history.check_progress(paths, 4)
 
 
 def test_another_job_of_the_run_begins_anew(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
