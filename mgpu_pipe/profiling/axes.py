@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mgpu_pipe.topology import AXES, ParallelDims
 
 EVERYONE = "all ranks"
-EXPERT_MESH = {"mesh_ep": "ep", "mesh_expert_shard": "dp_shard"}
-"""Axes of :meth:`ParallelDims.expert_mesh`, as torch describes their groups."""
+EXPERTS = {"ep": "ep", "expert_shard": "dp_shard"}
+"""Groups of experts, as :class:`~mgpu_pipe.topology.Meshes` describes them."""
 
 
 def axis_of(dims: ParallelDims, ranks: Sequence[int], described: str = "") -> str:
@@ -17,8 +17,8 @@ def axis_of(dims: ParallelDims, ranks: Sequence[int], described: str = "") -> st
     Args:
         described: torch's description of the group. An expert group has the ranks of other axes.
     """
-    if described in EXPERT_MESH and dims.ep > 1:
-        return EXPERT_MESH[described]
+    if described in EXPERTS and dims.ep > 1:
+        return EXPERTS[described]
     positions = [dims.coordinates(rank) for rank in ranks]
     apart = [axis for axis in AXES if len({position[axis] for position in positions}) > 1]
     if len(apart) > 1 and len(ranks) == dims.world_size:

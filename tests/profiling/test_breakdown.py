@@ -49,8 +49,8 @@ def test_groups_have_the_names_of_the_configuration() -> None:
     assert axis_of(dims, range(8)) == "all ranks"
     assert axis_of(ParallelDims(dp_replicate=4), range(4)) == "dp_replicate"
     experts = ParallelDims(dp_shard=4, ep=2)
-    assert axis_of(experts, [0, 1], "mesh_ep") == "ep"
-    assert axis_of(experts, [0, 2], "mesh_expert_shard") == axis_of(experts, range(4), "mesh_dp_shard_cp") == "dp_shard"
+    assert axis_of(experts, [0, 1], "ep") == "ep"
+    assert axis_of(experts, [0, 2], "expert_shard") == axis_of(experts, range(4), "dp_shard_cp") == "dp_shard"
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -15,7 +15,7 @@ from mgpu_pipe.profiling.axes import axis_of
 from mgpu_pipe.profiling.breakdown import breakdown
 from mgpu_pipe.profiling.collectives import CollectiveWatch
 from mgpu_pipe.profiling.step_profiler import StepProfiler
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.topology import Meshes, ParallelDims
 from tests.profiling.imported import modules
 from tests.support.processes import run_processes
 
@@ -25,8 +25,8 @@ LATE, LATE_S = 2, 0.3
 def watched() -> dict[str, Any]:
     """Rank 2 is late to an asynchronous sum, then sends rank 3 a message late; the rest is along rows."""
     dims, rank = ParallelDims(dp_shard=2, tp=2), dist.get_rank()
-    mesh = dims.device_mesh("cpu")
-    rows, columns = mesh.get_group("tp"), mesh.get_group("dp_shard")
+    meshes = Meshes(dims, "cpu")
+    rows, columns = meshes.group("tp"), meshes.group("dp_shard")
     entries = [vars(dist.ProcessGroup)["allreduce"], vars(dist.Work)["wait"]]
     watch = CollectiveWatch(partial(axis_of, dims))
     x = torch.ones(4)

@@ -74,10 +74,10 @@ def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
         *["a copy to the host"] * 2,
         *["a number read"] * 2,
         "an index of the host",
-        "nonzero",
+        "index",
         "synchronize",
     ]
-    assert "cuda:0, cpu" in refused
+    assert "cuda:0 and cpu" in refused
 
 
 def test_steps_are_as_the_table_says() -> None:
