@@ -25,6 +25,7 @@ from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from tests.support.encoders import ENCODERS
 from tests.support.learned import LEARNED
 from tests.support.processes import run_processes
 from tests.support.tables import TRANSFER_CELLS
@@ -41,11 +42,13 @@ ADAPTED = {
     "qlora": ("wide", replace(LORA, name="qlora")),
     "qlora, experts": ("mixtral_128", replace(LORA, name="qlora", targets=["all-linear", "experts"])),
 }
-MODELS = (*CAUSAL, *LEARNED, *ADAPTED)
+MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
-    "fsdp 3": ("pairs", "dora"),
-    "zero3 3": ("masked", "qlora"),
-    "tp 4": ("classes", "lora"),
+    "ddp 3": ("clip",),
+    "fsdp 3": ("pairs", "dora", "llava"),
+    "hsdp 2x2": ("vit",),
+    "zero3 3": ("masked", "qlora", "whisper"),
+    "tp 4": ("classes", "lora", "wav2vec2"),
     "zero2 3": ("lora",),
     "zero3_cpu 2": ("qlora, experts",),
     "pp 2 1f1b": ("qlora",),
@@ -68,7 +71,7 @@ class Way:
         whole = self.dims.pp == self.dims.cp == self.dims.ep == 1 and "sequence_parallel" not in str(self.case)
         adapted = ADAPTED if self.dims.ep == 1 else ("qlora, experts",)
         fits = [name for name in adapted if self.dims.tp < 4 or name != "qlora, experts"]  # its blocks would be split
-        return (*(LEARNED if whole else ()), *fits)
+        return (*((*LEARNED, *ENCODERS) if whole else ()), *fits)
 
 
 MICRO = {"micro_batches": 2}

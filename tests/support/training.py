@@ -38,10 +38,12 @@ from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.optimizers import optimizer_factory
-from tests.support.learned import LEARNED
+from tests.support.encoders import ENCODER_MODELS, ENCODERS
+from tests.support.learned import LEARNED as OF_TEXT
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
 Batch = dict[str, torch.Tensor]
+LEARNED = {**OF_TEXT, **ENCODERS}
 SEED, LR = 5, 3e-4
 MUON = "mgpu_pipe.parallel.muon.Muon"
 LAYERS = {"gpt2": "n_layer", "pairs": "num_layers"}
@@ -166,11 +168,11 @@ def branched(cls: type) -> type:
 
 
 def model_config(case: Case) -> ModelConfig:
-    source = replace(MODELS[case.model], freeze=[])
+    source = replace({**MODELS, **ENCODER_MODELS}[case.model], freeze=[])
     if case.dropout:
         rates = dict.fromkeys(case.drops, case.dropout)
         source = replace(source, config={**source.config, **rates}, attn_implementation="eager")
-    if not case.layers:
+    if not case.layers or case.model in ENCODERS:
         return source
     return replace(source, config={**source.config, LAYERS.get(case.model, "num_hidden_layers"): case.layers})
 

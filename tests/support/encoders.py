@@ -1,0 +1,104 @@
+"""Models of pictures and speech in the matrices: tiny ones, their objectives' own batches, and their plain losses."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.objectives.contrastive import ContrastiveObjective
+from mgpu_pipe.objectives.ctc import CTCObjective
+from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
+from mgpu_pipe.objectives.speech_seq2seq import SpeechSeq2SeqObjective
+from mgpu_pipe.objectives.speech_seq2seq_keys import SpeechSeq2SeqConfig
+from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.support.learned import Learned
+from tests.support.tiny import COMMON, SEQ_LEN, VOCABULARY
+
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "attention_dropout": 0.0,
+}
+PICTURE = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 2,
+}
+WHISPER_SIDE = (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+ENDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+ENCODER_MODELS = {
+    name: ModelConfig(name=name, type=name, config=config)
+    for name, config in {
+        "clip": {"projection_dim": 16, "text_config": {**TOWER, **TEXT}, "vision_config": {**TOWER, **PICTURE}},
+        "vit": {
+            **{key: value for key, value in TOWER.items() if key != "attention_dropout"},
+            **PICTURE,
+            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+            "id2label": {str(number): str(number) for number in range(5)},
+            "label2id": {str(number): number for number in range(5)},
+        },
+        "llava": {
+            **{"vision_feature_layer": -1, "image_token_index": VOCABULARY - 1},
+            "text_config": {**COMMON, "model_type": "llama", "attention_dropout": 0.0},
+            "vision_config": {**TOWER, **PICTURE, "model_type": "clip_vision_model"},
+        },
+        "wav2vec2": {
+            **TOWER,
+            **{
+                "conv_dim": [16, 16],
+                "conv_kernel": [10, 4],
+                "conv_stride": [5, 4],
+                "vocab_size": 12,
+                "pad_token_id": 0,
+            },
+            **{"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_length": 3},
+            **dict.fromkeys(("layerdrop", "hidden_dropout", "activation_dropout"), 0.0),
+            **{"feat_proj_dropout": 0.0, "final_dropout": 0.0},
+        },
+        "whisper": {
+            **{"vocab_size": VOCABULARY, "d_model": 32, "num_mel_bins": 8, "max_source_positions": 16},
+            **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in WHISPER_SIDE},
+            **{**ENDS, "decoder_start_token_id": 1, "max_target_positions": 32},
+        },
+    }.items()
+}
+
+
+def whisper_objective(model: Any, optimizer: Any, learning_rate: Any) -> SpeechSeq2SeqObjective:
+    return SpeechSeq2SeqObjective(model, optimizer, learning_rate, SpeechSeq2SeqConfig(loss_chunk_tokens=7))
+
+
+def llava_objective(model: Any, optimizer: Any, learning_rate: Any) -> VisionLanguageObjective:
+    return VisionLanguageObjective(model, optimizer, learning_rate, 7)
+
+
+def learned(name: str, model_class: str, objective: Any) -> Learned:
+    """``objective``, on its own random batches, beside its plain loss."""
+
+    @functools.lru_cache(maxsize=None)
+    def made() -> Any:
+        return objective(build_meta(ENCODER_MODELS[name], model_class), None, lambda step: 1.0)
+
+    def batch(step: int, samples: int) -> Any:
+        return made().random_batch(6000, step, samples, SEQ_LEN, False)
+
+    def loss(forward: Any, part: Any) -> Any:
+        return made().reference_loss(forward, forward.args[0], part).loss_sum
+
+    return Learned(model_class, objective, batch, loss)
+
+
+ENCODERS = {
+    "clip": learned("clip", "AutoModelForZeroShotImageClassification", ContrastiveObjective),
+    "vit": learned("vit", "AutoModelForImageClassification", ImageClassificationObjective),
+    "llava": learned("llava", "AutoModelForImageTextToText", llava_objective),
+    "wav2vec2": learned("wav2vec2", "AutoModelForCTC", CTCObjective),
+    "whisper": learned("whisper", "AutoModelForSpeechSeq2Seq", whisper_objective),
+}
