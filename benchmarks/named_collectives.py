@@ -33,7 +33,7 @@ FUNCTIONS = {
     # pipeline_tied, gradients and strategies.parallel_model
     "reduce_tied_gradients": "tied gradients exchanged",
     "counted_norm": "gradient norm",
-    "_unused_of": "used gradients",
+    "_sum_flags": "used gradients",
     "_summed": "loss and stop flag",
     # torch's FSDP2
     "foreach_all_gather": "weights gathered",
@@ -89,4 +89,4 @@ def _name(operation: str, args: tuple[Any, ...]) -> str:
             group = dist.ProcessGroup.unbox(args[1])
             return FORWARD if int(args[2]) > group.rank() else BACKWARD
         frame = frame.f_back  # type: ignore[assignment]
-    return f"no name: {operation}"
+    raise RuntimeError(f"{operation} is started by no function that has a name here")

@@ -36,7 +36,9 @@ def test_a_step_on_these_axes_sends_what_was_counted(axes: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", ["tp2, sequence", pytest.param("cp2 ring", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "axes", [pytest.param(axes, marks=[] if axes == "tp2 x cp2" else pytest.mark.exhaustive) for axes in axes_bytes.CASES]
+)
 def test_a_step_sends_what_the_closed_form_says(axes: str) -> None:
     case, fields = axes_bytes.CASES[axes], resolved_fields(compose([f"model={axes_bytes.MODEL}"])[0].model)
     for (found,) in run_processes(case.world, axes_bytes.measure, [case]):
