@@ -14,6 +14,7 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planner.traffic import all_reduced, exchanged, expert_traffic
 from tests.support.processes import run_processes
+from tests.support.sampling import sampled
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -36,9 +37,7 @@ def test_a_step_on_these_axes_sends_what_was_counted(axes: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "axes", [pytest.param(axes, marks=[] if axes == "tp2 x cp2" else pytest.mark.exhaustive) for axes in axes_bytes.CASES]
-)
+@pytest.mark.parametrize("axes", sampled([(axes,) for axes in axes_bytes.CASES], lambda axes: axes == "tp2 x cp2"))
 def test_a_step_sends_what_the_closed_form_says(axes: str) -> None:
     case, fields = axes_bytes.CASES[axes], resolved_fields(compose([f"model={axes_bytes.MODEL}"])[0].model)
     for (found,) in run_processes(case.world, axes_bytes.measure, [case]):

@@ -23,7 +23,7 @@ from tests.support.worlds import JoinedRun
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("MGPU_PIPE_KILLS", "12"))
+KILLS = int(os.environ.get("MGPU_PIPE_KILLS", "5"))
 SEED = int(os.environ.get("MGPU_PIPE_KILLS_SEED", "0"))
 STEPS, WORLD_SIZE = 60, 2
 STARTING = 0.25

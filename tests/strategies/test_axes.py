@@ -121,7 +121,9 @@ RARE = (
     *(f"pp2 {name}" for name in ("gpipe", "interleaved_1f1b", "zbv")),
     *(f"pp4 {name}" for name in ("1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")),
     *("tp2", "tp2, sequence", "tp4", "cp2 ring", "cp4 ulysses", "ep2", "ep4", "tp2 x pp2", "tp2 x dp_replicate2"),
-    *("tp2 x cp2", "tp2 x pp2, sequence", "pp2 x dp_shard2", "pp2 x tp2 x dp_shard2"),
+    *("tp2 x cp2", "tp2 x pp2, sequence", "pp2 x dp_shard2", "pp2 x tp2 x dp_shard2", "pp4 gpipe", "tp2 x dp_shard2"),
+    *("cp2 x dp_shard2", "pp2 zbv x dp_shard2", "ep2 x tp2 x dp_shard2", "cp2 x ep2 x dp_shard2, compiled"),
+    *("tp4, LoRA", "ep2 x dp_shard2, LoRA"),
 )
 """Topologies that ``make test`` leaves out: others are like them."""
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import exp, log
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import encoder_spec, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, text_files, write_jsonl
+from tests.support.sampling import one_in
 
 ROOT = Path(__file__).parents[3]
 
@@ -357,9 +358,10 @@ def _corpus(tmp_path: Path, source: str) -> Path:
     return tmp_path / "a.txt"
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("source", ["text_files", "jsonl", "parquet"])
-@pytest.mark.parametrize("stage", ["hash", "train tokenizer"])
+@pytest.mark.parametrize(
+    ("change", "source", "stage"),
+    one_in(5, product(CHANGES, ("text_files", "jsonl", "parquet"), ("hash", "train tokenizer"))),
+)
 def test_data_that_changes_while_it_is_prepared_is_refused_and_prepared_afresh_next_time(
     stage: str, source: str, change: str, tmp_path: Path
 ) -> None:
