@@ -189,21 +189,6 @@ def test_the_memory_of_the_copies_is_used_again() -> None:
     assert size == copies.nbytes <= sum(t.nbytes for t in tensors.values()) + 64 * len(tensors)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_copies_of_a_gpus_tensors_are_page_locked_and_complete() -> None:
-    tensors = {"a": torch.randn(1000, 300, device="cuda"), "b": torch.randn(70, 50, device="cuda").t()}
-    shards = [LocalShard(TensorSlice.whole(n, tuple(t.shape)), tuple(t.shape), t) for n, t in tensors.items()]
-    expected = {name: tensor.cpu() for name, tensor in tensors.items()}
-    copies = HostCopies()
-    taken = copies.take(shards)
-    for tensor in tensors.values():
-        tensor.zero_()
-    assert all(torch.equal(shard.tensor, expected[shard.tensor_slice.name]) for shard in taken)
-    assert taken[0].tensor.is_pinned()
-    copies.release()
-
-
 def _train_and_save_beside(folder: Path) -> list[int]:
     """Training's own collectives run while the save's do; every rank changes its tensors meanwhile."""
     trained, saver = Trained(), checkpointer(folder, keep_last=0)

@@ -180,16 +180,6 @@ def test_a_large_view_reaches_the_disk_in_bounded_slices() -> None:
     assert b"".join(parts) == view.contiguous().numpy().tobytes()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_tensors_on_the_gpu_are_saved_and_filled_there(tmp_path: Path) -> None:
-    base = torch.rand(3000, 2000, device="cuda")
-    shards = [LocalShard(TensorSlice.whole("t", (2000, 3000)), (2000, 3000), base.t())]
-    folder = save(tmp_path / "checkpoints", 1, shards, [], {}, config_file(tmp_path))
-    target = torch.zeros(3000, 2000, device="cuda")
-    CheckpointReader(folder).read([LocalShard(shards[0].tensor_slice, (2000, 3000), target.t())], "model")
-    assert torch.equal(target, base)
-
-
 def test_a_checkpoint_of_another_model_is_refused_with_all_differences(tmp_path: Path) -> None:
     reader = CheckpointReader(save_alone(tmp_path / "checkpoints", 3))
     other = {"qkv.weight": torch.zeros(96, 32), "norm.weight": torch.zeros(34), "head.weight": torch.zeros(2, 2)}

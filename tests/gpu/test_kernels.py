@@ -131,8 +131,8 @@ def test_the_loss_over_chunks_of_logits_is_the_whole_one(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_of_context_parallelism_are_that_attention(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type == "cpu" and dtype is torch.float16:
-        pytest.skip("the CPU's flash operator has no float16")
+    if device.type == "cpu" and dtype is torch.float16:  # the CPU's flash operator has none
+        dtype = torch.float32
     torch.manual_seed(0)
     rows, tokens = positions().shape
     whole = [draw(rows, heads, tokens, 64, dtype=dtype).requires_grad_() for heads in (6, 2, 2)]

@@ -1,16 +1,14 @@
-"""Whole runs on a GPU against those of one CPU process; tests/runs is their dry form."""
+"""Whole runs on a GPU against those of one CPU process; dry, the same commands on the CPU, told and not compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.gpu.conftest import Programs, sampled
 from tests.runs.support import overrides, same
-from tests.support.command import column, metrics, mgpu_anew, run_folder, start, wait_for_step
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+from tests.support.command import column, launched, metrics, run_folder, start, wait_for_step
 
 STRATEGIES = {
     "single": (),
@@ -36,6 +34,8 @@ SHORT = {
     "fp16, fsdp": ("precision=fp16", "strategy=fsdp"),
     "fp8": ("precision=fp8",),
 }
+ON_GPUS_ALONE = {"fsdp, offloaded": "strategy.offload=cpu: on the CPU", "fp8": "precision.name=fp8: float8 needs a GPU"}
+"""What is refused on the CPU, and how."""
 REPEATED = {
     "fp32": ("precision=fp32",),
     "bf16, compiled": ("precision=bf16", "model.compile=true"),
@@ -45,44 +45,59 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_run_in_fp32_is_that_of_one_cpu_process(name: str, cache: Path, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sampled(STRATEGIES, "fsdp", "fsdp, offloaded"))
+def test_a_run_in_fp32_is_that_of_one_cpu_process(name: str, programs: Programs, corpus: Path) -> None:
     chosen = STRATEGIES[name] or (f"strategy={name}",)
     on_cpu = tuple(entry for entry in chosen if entry.startswith(("data.", "model=")))
-    truth = run_folder(mgpu_anew(cache, tmp_path, *overrides(corpus, "trainer.accelerator=cpu", *on_cpu)))
-    same(run_folder(mgpu_anew(cache, tmp_path, *overrides(corpus, "trainer.accelerator=gpu", *chosen))), truth)
+    if programs.dry and name in ON_GPUS_ALONE:
+        assert ON_GPUS_ALONE[name] in programs.refused(*overrides(corpus, *chosen))
+        return
+    programs.hold(overrides(corpus, *chosen), overrides(corpus, *on_cpu), same)
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_shorter_types_stay_close_to_fp32(name: str, cache: Path, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sampled(SHORT, "fp8"))
+def test_shorter_types_stay_close_to_fp32(name: str, programs: Programs, corpus: Path) -> None:
+    def close(mine: Path, truth: Path) -> None:
+        for metric, bound in (("train/loss", 2e-3), ("train/grad_norm", 3e-2 if name == "fp8" else 1e-2)):
+            found, wanted = column(mine, metric), column(truth, metric)
+            assert max(abs(found[step] / wanted[step] - 1) for step in wanted) < bound, metric
+
     on_cpu = tuple(entry for entry in SHORT[name] if entry.startswith("data."))
-    truth = run_folder(mgpu_anew(cache, tmp_path, *overrides(corpus, "trainer.accelerator=cpu", *on_cpu)))
-    mine = run_folder(mgpu_anew(cache, tmp_path, *overrides(corpus, "trainer.accelerator=gpu", *SHORT[name])))
-    for metric, bound in (("train/loss", 2e-3), ("train/grad_norm", 3e-2 if name == "fp8" else 1e-2)):
-        found, wanted = column(mine, metric), column(truth, metric)
-        assert max(abs(found[step] / wanted[step] - 1) for step in wanted) < bound, metric
+    if programs.dry and name in ON_GPUS_ALONE:
+        assert ON_GPUS_ALONE[name] in programs.refused(*overrides(corpus, *SHORT[name]))
+        return
+    programs.hold(overrides(corpus, *SHORT[name]), overrides(corpus, *on_cpu), close)
 
 
-@pytest.mark.parametrize("name", REPEATED)
-def test_a_killed_run_goes_on_bit_for_bit(name: str, cache: Path, corpus: Path, tmp_path: Path) -> None:
-    wanted = (
-        "trainer.accelerator=gpu",
+@pytest.mark.parametrize("name", sampled(REPEATED))
+def test_a_killed_run_goes_on_bit_for_bit(name: str, programs: Programs, corpus: Path) -> None:
+    cache, folder = programs.cache, programs.folder / "killed"
+    steps, every, seen = (12, 2, 4) if programs.dry else (40, 5, 12)
+    wanted = overrides(
+        corpus,
+        f"trainer.accelerator={'cpu' if programs.dry else 'gpu'}",
         "trainer.deterministic=true",
-        "checkpoint.every_n_steps=5",
-        "trainer.max_steps=40",
+        f"checkpoint.every_n_steps={every}",
+        f"trainer.max_steps={steps}",
         *REPEATED[name],
     )
-    whole = run_folder(mgpu_anew(cache, tmp_path, *overrides(corpus, *wanted)))
-    killed = (*overrides(corpus, *wanted), f"run.dir={tmp_path / 'killed'}", "checkpoint.resume=auto")
-    process = start(cache, tmp_path, *killed)
-    wait_for_step(tmp_path / "killed", 12, process)
-    process.kill()
-    process.communicate()
-    folder = run_folder(mgpu_anew(cache, tmp_path, *killed))
+    begin = launched if programs.dry else start  # CUDA does not survive a fork
+
+    def to_its_end(*words: str) -> Path:
+        process = begin(cache, programs.folder, *words)
+        out, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        return run_folder(out)
 
     def rows(of: Path) -> list[tuple[str, ...]]:
         return [
             tuple(row[name] for name in ("step", "train/loss", "train/grad_norm", "val/loss")) for row in metrics(of)
         ]
 
-    assert rows(folder) == rows(whole)
+    whole = to_its_end(*wanted)
+    killed = (*wanted, f"run.dir={folder}", "checkpoint.resume=auto")
+    process = begin(cache, programs.folder, *killed)
+    wait_for_step(folder, seen, process)
+    process.kill()
+    process.communicate()
+    assert rows(to_its_end(*killed)) == rows(whole)
