@@ -33,10 +33,11 @@ class TensorCut:
         self.parameters = CutParameters(model)
         self.partial: dict[str, dist.ProcessGroup | None] = {}
         self.left_alone: set[str] = set()
+        self._sharers: dict[int, dist.ProcessGroup] = {}
 
     def sum_gradient(self, parameter: nn.Parameter, group: dist.ProcessGroup | None = None) -> None:
         """Let the gradient be summed over ``group``, or over the axis: each rank's is a part of it."""
-        self.partial[self.parameters.name(parameter)] = group
+        self.partial[self.parameters.name(parameter)] = None if group is self.group else group
 
     def refusal(self, fix: str, reason: str) -> ConfigError:
         return ConfigError("strategy.tp", self.size, fix, reason)
@@ -79,15 +80,24 @@ class TensorCut:
                 layer.norm_group = self.group
 
     def sharers(self, sharing: int) -> dist.ProcessGroup:
-        """The group of the ``sharing`` neighbours that this rank shares its key-value head with."""
-        if not hasattr(self, "_sharing_group"):
-            ranks = dist.get_process_group_ranks(self.group)
-            first = self.rank // sharing * sharing
-            # Local, for other tensor-parallel groups and pipeline stages do not come here together with this one.
-            created = dist.new_group(ranks[first : first + sharing], use_local_synchronization=True)
-            assert isinstance(created, dist.ProcessGroup)
-            self._sharing_group = created
-        return self._sharing_group
+        """The group of the ``sharing`` neighbours that this rank shares its key-value head with.
+
+        A collective call of this tensor-parallel group alone: a pipeline stage without attention never comes here.
+        """
+        if sharing == self.size:
+            return self.group
+        if sharing not in self._sharers:
+            world, first = dist.group.WORLD, self.rank // sharing * sharing
+            if world is not None and world.bound_device_id is not None:
+                # A new group would be split from the world's communicator, and wait for all ranks of the world.
+                parts = [list(range(at, at + sharing)) for at in range(0, self.size, sharing)]
+                made = dist.split_group(self.group, parts)
+            else:
+                ranks = dist.get_process_group_ranks(self.group)
+                made = dist.new_group(ranks[first : first + sharing], use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup)
+            self._sharers[sharing] = made
+        return self._sharers[sharing]
 
 
 def check_blocks(model: nn.Module, size: int, cuts_experts: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpo
 from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.memory import ForwardMeter
 from mgpu_pipe.parallel.tensor import apply_tensor_parallel
+from mgpu_pipe.parallel.tensor_cut import TensorCut
 from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
 from tests.support.filling import assembled, fill, owned_shards
 from tests.support.processes import run_processes
@@ -275,3 +277,25 @@ def _untouched() -> list[str]:
 def test_experts_are_left_to_their_own_axis() -> None:
     for names in run_processes(2, _untouched):
         assert names == [f"model.layers.{i}.mlp.experts.{n}" for i in (0, 1) for n in ("gate_up_proj", "down_proj")]
+
+
+def _split_from(size: int) -> list[Any]:
+    """What a world whose ranks have devices of their own is asked for."""
+    world = dist.group.WORLD
+    assert world is not None and world.size() == size
+    world.bound_device_id = torch.device("cuda", 0)  # type: ignore[assignment]
+    try:
+        with (
+            mock.patch.object(dist, "split_group", return_value=world) as split,
+            mock.patch.object(dist, "new_group") as new,
+        ):
+            cut = TensorCut(build_meta(MODELS["llama"]), world)
+            assert cut.sharers(2) is cut.sharers(2) is cut.sharers(1) is cut.sharers(4)
+        return [call.args[1] for call in split.call_args_list if call.args[0] is world] + new.call_args_list
+    finally:
+        world.bound_device_id = None  # type: ignore[assignment]
+
+
+def test_on_gpus_ranks_that_share_heads_wait_for_no_other_stage() -> None:
+    """NCCL splits a new group from the world, which a pipeline stage without attention would never join."""
+    assert run_processes(4, _split_from, 4) == [[[[0, 1], [2, 3]], [[0], [1], [2], [3]]]] * 4
