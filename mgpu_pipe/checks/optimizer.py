@@ -22,6 +22,7 @@ from mgpu_pipe.strategies.deepspeed_config import ENGINE
 from mgpu_pipe.topology import ParallelDims
 
 MUON = "mgpu_pipe.parallel.muon.Muon"
+ADAMW_BF16 = "mgpu_pipe.training.adamw_bf16.AdamWBf16"
 KEY = "optimizer._target_"
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """torch's optimizers whose update of an element depends on that element alone."""
@@ -51,10 +52,14 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if target == MUON and config.strategy.engine == ENGINE:
         reason = "ZeRO updates flat pieces of the weights, and Muon needs whole matrices"
         return [ConfigError(KEY, target, f"use strategy=fsdp, or {ADAMW}", reason)]
-    plain = all(_is_plain(*option) for option in optimizer.options.items())
+    if target == ADAMW_BF16 and config.strategy.offload == "nvme":
+        reason = "DeepSpeed swaps state in fp32 alone to the disk"
+        return [ConfigError(KEY, target, f"use strategy=zero3_cpu, or {ADAMW}", reason)]
+    below = 0.99 if target == ADAMW_BF16 else 1.0
+    plain = all(_is_plain(*option, below) for option in optimizer.options.items())
     if target == MUON and plain:
         return []
-    if name in ELEMENTWISE and plain:
+    if (name in ELEMENTWISE or target == ADAMW_BF16) and plain:
         findings: Findings = {"scope": "element", "in_place": True, "state_at_start": name in STATE_AT_START}
     else:
         given = {
@@ -81,10 +86,10 @@ def torchs_own(target: str) -> str | None:
     return cls.name if cls.module.startswith("torch.optim.") else None
 
 
-def _is_plain(option: str, value: object) -> bool:
-    """Whether every optimizer that takes ``option`` takes this value."""
+def _is_plain(option: str, value: object, betas_below: float) -> bool:
+    """Whether every optimizer that takes ``option``, and betas up to there, takes this value."""
     if option in ("betas", "adamw_betas"):
-        return isinstance(value, list | tuple) and len(value) == 2 and all(_in(beta, 1.0) for beta in value)
+        return isinstance(value, list | tuple) and len(value) == 2 and all(_in(beta, betas_below) for beta in value)
     return option in ("eps", "momentum", "adamw_lr", "adamw_eps") and _in(value, float("inf"))
 
 

@@ -13,8 +13,8 @@ from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 FP32 = 4
 ADAM_STATE = 2 * FP32
 """Bytes of Adam's two moments for a parameter."""
-OPTIMIZER_STATE = {"SGD": FP32, "Adagrad": FP32, "ASGD": FP32, "RMSprop": FP32}
-"""Bytes of state for a parameter, by class; of any other, Adam's."""
+OPTIMIZER_STATE = {"SGD": FP32, "Adagrad": FP32, "ASGD": FP32, "RMSprop": FP32, "AdamWBf16": FP32}
+"""Bytes of state for a parameter, by class (AdamWBf16 has two moments of two bytes); of any other, Adam's."""
 SPLIT_BYTES, SHARED_BYTES = 24, 10
 """Bytes of activations a token, width and layer in half precision, attention by a fused kernel: those that tensor
 parallelism splits, and those that only sequence parallelism does (Korthikanti et al. 2022, arXiv:2205.05198,

@@ -16,6 +16,7 @@ from mgpu_pipe.checks import optimizer as optimizer_check
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.optimizer_probe import probe
 
 OWN = "optimizer._target_=tests.support.own_optimizers."
@@ -60,6 +61,10 @@ def refusals(*overrides: str) -> list[str]:
         ("optimizer=muon strategy=zero3 trainer.devices=2", "Muon needs whole matrices; use strategy=fsdp, or"),
         ("optimizer=muon optimizer.options.momentum=-1", "optimizer.options.momentum=-1: mgpu_pipe.parallel.muon.Muon"),
         ("optimizer=muon +optimizer.options.adjust_lr_fn=x", "neither original nor match_rms_adamw: x; correct it"),
+        (
+            "optimizer=adamw_bf16 optimizer.options.betas=[0.9,0.999]",
+            "below 0.992, where bfloat16 loses a moment's decay",
+        ),
         (OWN + "Noisy", "draws random numbers"),
         (OWN + "Early strategy=zero1 trainer.devices=2", "its constructor makes the state"),
         (OWN + "Counting strategy=zero3 trainer.devices=2", "it replaces the parameters' tensors"),
@@ -79,7 +84,7 @@ def refusals(*overrides: str) -> list[str]:
 )
 def test_what_would_fail_or_differ_is_refused_in_one_line(overrides: str, said: str) -> None:
     words = overrides.split()
-    (line,) = refusals(*([] if "options.betas" in overrides or "=muon" in overrides else [PLAIN]), *words)
+    (line,) = refusals(*([] if "options.betas" in overrides or "optimizer=" in overrides else [PLAIN]), *words)
     assert said in line and line.startswith("optimizer.") and "\n" not in line
 
 
@@ -98,8 +103,15 @@ def test_what_the_refusals_advise_is_accepted(overrides: str) -> None:
     assert refusals(PLAIN, *overrides.split()) == []
 
 
+def test_state_in_bfloat16_is_not_swapped_to_the_disk() -> None:
+    config, _ = compose(["optimizer=adamw_bf16", "strategy=zero3", "strategy.offload=nvme"])
+    (error,) = optimizer_check.optimizer_errors(config, ParallelDims())
+    assert "DeepSpeed swaps state in fp32 alone to the disk; use strategy=zero3_cpu" in str(error)
+    assert str(error).startswith("optimizer._target_=mgpu_pipe.training.adamw_bf16.AdamWBf16: ")
+
+
 def test_shipped_optimizers_are_not_tried(tried: list[str]) -> None:
-    for option in ("adamw", "sgd", "muon"):
+    for option in ("adamw", "adamw_bf16", "sgd", "muon"):
         assert refusals(f"optimizer={option}", "strategy=fsdp", "trainer.devices=2") == []
     assert tried == []
 

@@ -25,6 +25,7 @@ BEFORE, AFTER = 2, 3
 OWN = "tests.support.own_optimizers."
 DECAYED: dict[str, Any] = {"weight_decay": 0.1}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "mgpu_pipe.training.adamw_bf16.AdamWBf16": DECAYED,
     "torch.optim.SGD": {**DECAYED, "momentum": 0.9, "nesterov": True},
     "torch.optim.Adagrad": DECAYED,
     OWN + "Counting": {},
@@ -39,7 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.Rprop": {},
     OWN + "Lion": DECAYED,
 }
-QUICK = 3
+QUICK = 4
 OF_TENSORS: dict[str, dict[str, Any]] = {"torch.optim.Adafactor": {"weight_decay": 0.0}, OWN + "ByNorm": {}}
 """Those that need whole tensors."""
 NOT_IN_ZERO = {OWN + "Counting"}
