@@ -39,6 +39,7 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
         *_model_choice(config),
         *_attention_errors(config),
         *_missing_paths(config),
+        *_balance_errors(config),
         *(config.launch.errors() if hasattr(config.launch, "errors") else ()),
     ]
 
@@ -232,6 +233,14 @@ def sample_errors(config: RunConfig) -> list[ConfigError]:
     fitting = [name for name in plugins.DATA_SOURCES if plugins.SAMPLES.get(name, "packed_text") == told.samples]
     reason = f"objective.name={config.objective.name} trains on {told.samples.replace('_', ' ')}"
     return [ConfigError("data.source", source, f"use data={' or data='.join(fitting)}", reason)]
+
+
+def _balance_errors(config: RunConfig) -> list[ConfigError]:
+    source = config.data.source
+    if config.data.balance == "none" or source not in plugins.DATA_SOURCES or source not in plugins.SAMPLES:
+        return []
+    reason = f"samples of data.source={source} are no packed text, and cost alike or are not weighed"
+    return [ConfigError("data.balance", config.data.balance, "use none", reason)]
 
 
 def _start_errors(config: RunConfig) -> list[ConfigError]:

@@ -73,6 +73,7 @@ KINDS: dict[str, Kind] = {
     "data.packing": Kind.FIXED,
     "data.global_batch_size": Kind.FIXED,
     "data.micro_batch_size": Kind.FREE,
+    "data.balance": Kind.FREE,
     "data.validation_fraction": Kind.CONTENT,
     "data.validation_paths": Kind.CONTENT,
     "data.validation_max_samples": Kind.NOTED,

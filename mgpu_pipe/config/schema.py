@@ -122,6 +122,9 @@ class DataConfig:
     micro_batch_size: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8, and, with
     pp, leaves each stage two micro-batches."""
+    balance: Literal["none", "cost"] = "none"
+    """How the samples of a step are dealt to processes and micro-batches: none, in their order; cost, so that each has
+    as much attention to compute (packed text)."""
     validation_fraction: float = field(default=0.05, metadata={"at_least": 0, "below": 1})
     """Share of the documents that is held out; 0 holds out none."""
     validation_paths: list[str] = field(default_factory=list)

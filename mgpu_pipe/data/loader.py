@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.balance import dealt
 from mgpu_pipe.data.order import Order
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers
+from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers, weighed
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.topology import BatchPlan
 
@@ -47,6 +48,10 @@ class TrainStepBatches:
         data_parallel_rank: whose share.
         start_sample: samples consumed so far.
         num_steps: how many step batches follow.
+        balance: deal a step's samples by what they cost.
+
+    Raises:
+        ConfigError: ``balance``, and the samples' costs are not known.
     """
 
     def __init__(
@@ -57,7 +62,9 @@ class TrainStepBatches:
         data_parallel_rank: int,
         start_sample: int,
         num_steps: int,
+        balance: bool = False,
     ) -> None:
+        self._weighed = weighed(dataset) if balance else None
         self._dataset, self._order, self._plan, self._rank = dataset, order, plan, data_parallel_rank
         self._start, self._count = start_sample, num_steps
         self._steps_ahead = max(1, _ORDER_BLOCK // plan.global_batch_size)
@@ -77,8 +84,11 @@ class TrainStepBatches:
         first = self._start + number * total
         samples = self.samples(number)
         share = self._plan.samples_per_process
-        own = samples[self._rank * share : (self._rank + 1) * share]
         numbers = np.arange(first, first + total, dtype=np.int64)
+        if self._weighed is not None:
+            order = dealt(self._weighed.costs(samples), self._plan)
+            samples, numbers = samples[order], numbers[order]
+        own = samples[self._rank * share : (self._rank + 1) * share]
         own_numbers = numbers[self._rank * share : (self._rank + 1) * share]
         return _step_batch(
             self._dataset, self._plan, self._start // total + number, first, (samples, numbers), (own, own_numbers)
@@ -198,7 +208,8 @@ def train_step_batches(
     dataset = view(config, prepared.open(config, "train"))
     order = prepared.order(config, len(dataset))
     remaining = max(0, max_steps - start_sample // plan.global_batch_size)
-    step_batches = TrainStepBatches(dataset, order, plan, data_parallel_rank, start_sample, remaining)
+    balance = config.data.balance == "cost"
+    step_batches = TrainStepBatches(dataset, order, plan, data_parallel_rank, start_sample, remaining, balance)
     if config.data.num_workers == 0:
         return step_batches
     return StepBatchesAhead(step_batches, config.data.num_workers)

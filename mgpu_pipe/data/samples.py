@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder, Order
+from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,26 @@ class SampleSet(Protocol):
 
     def padding(self, indices: NDArray[np.int64]) -> int:
         """Those of the positions that hold nothing."""
+
+
+@runtime_checkable
+class Weighed(Protocol):
+    """A :class:`SampleSet` whose samples differ in what they cost."""
+
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What each sample costs beyond what all cost alike, in units of its own; shape ``(rows,)``."""
+
+
+def weighed(dataset: SampleSet) -> Weighed:
+    """The data set, whose samples' costs are known.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if not isinstance(dataset, Weighed):
+        reason = f"what a sample of {type(dataset).__name__} costs is not known beforehand"
+        raise ConfigError("data.balance", "cost", "use none", reason)
+    return dataset
 
 
 class Prepared(ABC):

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.samples import SampleSet, random_of
+from mgpu_pipe.data.samples import SampleSet, random_of, weighed
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
 from mgpu_pipe.models.fields import resolved_fields
@@ -103,6 +103,9 @@ class MaskedSamples:
 
     def padding(self, indices: NDArray[np.int64]) -> int:
         return self.text.padding(indices)
+
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return weighed(self.text).costs(indices)
 
 
 class MaskedLMObjective(Objective):

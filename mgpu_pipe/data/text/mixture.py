@@ -21,7 +21,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
-from mgpu_pipe.data.samples import Prepared, SampleSet, Split
+from mgpu_pipe.data.samples import Prepared, SampleSet, Split, weighed
 from mgpu_pipe.data.text.mixture_keys import SLOTS, MixtureConfig, slots_of, source_configs
 from mgpu_pipe.data.text.prepare import Opened, PreparedData, prepare_opened
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
@@ -103,6 +103,12 @@ class MixedSamples:
 
     def positions(self, indices: NDArray[np.int64]) -> int:
         return sum(part.positions(places) for part, _, places in self._by_source(indices))
+
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        found = np.zeros(len(indices), np.int64)
+        for part, rows, places in self._by_source(indices):
+            found[rows] = weighed(part).costs(places)
+        return found
 
     def padding(self, indices: NDArray[np.int64]) -> int:
         return sum(part.padding(places) for part, _, places in self._by_source(indices))

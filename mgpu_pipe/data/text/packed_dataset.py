@@ -68,6 +68,16 @@ class PackedDataset:
     def positions(self, indices: NDArray[np.int64]) -> int:
         return len(indices) * self.seq_len
 
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Squares of the lengths of what attention stays inside: a sample's documents, and its padding."""
+        first, end = self.packs.offsets[indices], self.packs.offsets[indices + 1]
+        length = self.packs.pieces.length[ranges(first, end - first)].astype(np.int64)
+        row = np.repeat(np.arange(len(indices)), end - first)
+        squares, filled = np.zeros(len(indices), np.int64), np.zeros(len(indices), np.int64)
+        np.add.at(squares, row, length**2)
+        np.add.at(filled, row, length)
+        return squares + (self.seq_len - filled) ** 2
+
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64] | None = None) -> dict[str, torch.Tensor]:
         """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
         ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.step_batch.StepBatch` defines them.

@@ -107,6 +107,7 @@ def test_samples_are_those_of_the_sources_alone(mixed: tuple[RunConfig, Prepared
         assert getattr(prepared, counts) == sum(getattr(one, counts) for one in alone) > 0
     shuffled = np.random.default_rng(0).permutation(len(samples))
     every = samples.batch(np.arange(len(samples)), np.arange(len(samples)))
+    assert samples.costs(shuffled).tolist() == samples.costs(np.arange(len(samples)))[shuffled].tolist()
     for name, values in samples.batch(shuffled, shuffled).items():
         assert torch.equal(values, every[name][shuffled])
     assert len(prepared.evaluated_samples()) == prepared.validation_samples

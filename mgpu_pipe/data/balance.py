@@ -1,0 +1,52 @@
+"""Equal work for every process: how the samples of a step are dealt to processes and micro-batches (``data.balance``).
+
+A step consumes the same samples however they are dealt, and its loss and gradients are sums over them. What a sample
+costs is known beforehand (:meth:`mgpu_pipe.data.samples.Weighed`), so every process deals alike without a word.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.topology import BatchPlan
+
+Ints = NDArray[np.int64]
+
+
+def dealt(costs: Ints, plan: BatchPlan) -> Ints:
+    """The places of a step's samples in the order in which processes take them: each a contiguous share, and of that
+    one micro-batch after another.
+
+    Samples go to micro-batches, and those to processes, the costliest first, to the cheapest one that has room (longest
+    processing time first: Graham 1969). A process begins with its costliest micro-batch, so that those that run beside
+    one another, in step, are alike.
+
+    Args:
+        costs: of each sample of the step; shape ``(global_batch_size,)``.
+    """
+    size, processes = plan.micro_batch_size, plan.data_parallel_size
+    micro_batches = _to_cheapest(costs, len(costs) // size)
+    shares = _to_cheapest(costs[micro_batches].sum(1), processes)
+    return micro_batches[shares].reshape(-1)
+
+
+def imbalance(costs: Ints, plan: BatchPlan) -> float:
+    """What the busiest process has to do over the mean of all; ``costs`` are in the order of :func:`dealt`."""
+    shares = costs.reshape(plan.data_parallel_size, -1).sum(1)
+    return float(shares.max() / shares.mean())
+
+
+def _to_cheapest(costs: Ints, parts: int) -> Ints:
+    """Items by part, of equal number, the costliest of a part first; shape ``(parts, items of each)``."""
+    room = len(costs) // parts
+    held: list[list[int]] = [[] for _ in range(parts)]
+    with_room = [(0, part) for part in range(parts)]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        total, part = heapq.heappop(with_room)
+        held[part].append(item)
+        if len(held[part]) < room:
+            heapq.heappush(with_room, (total + int(costs[item]), part))
+    return np.array(held, np.int64)
