@@ -46,15 +46,17 @@ class _Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, operation: str, args: tuple[Any, ...]) -> None:
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        messages = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
         size = _group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
-        largest = max(tensors, key=lambda tensor: tensor.nbytes)
-        share = exchanged(largest.nbytes, size)
+        largest = max((tensor for message in messages for tensor in message), key=lambda tensor: tensor.nbytes)
+        share = exchanged(max(sum(tensor.nbytes for tensor in message) for message in messages), size)
         name = NAMES.get(operation, operation)
         if operation == "allreduce_":
             name, share = _all_reduced(largest), all_reduced(largest.nbytes, size)
         elif operation == "reduce_":
             name, share = "gradients reduced", 0 if _root(args) == torch.distributed.get_rank() else largest.nbytes
+        elif operation == "scatter_" and _root(args) != torch.distributed.get_rank():
+            share = 0
         self._counted.calls[name] += 1
         self._counted.sent[name] += share
 
@@ -69,7 +71,7 @@ def _group_size(groups: list[Any]) -> int:
 
 
 def _root(args: tuple[Any, ...]) -> int:
-    """Of ``reduce_``, whose arguments are tensors, group, operation and root (torch/csrc/distributed/c10d/Ops.cpp)."""
+    """Of ``reduce_`` and ``scatter_``, whose fourth argument it is (torch/csrc/distributed/c10d/Ops.cpp)."""
     return int(args[3])
 
 

@@ -56,8 +56,12 @@ class StepResult:
 class Together(Protocol):
     """The processes that share a step's samples."""
 
-    def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The rows of all processes in order, and which of them is this process's first. A collective call."""
+    def gather_samples(self, features: Batch) -> tuple[Batch, int]:
+        """Features of the samples of all processes in order, and which is this process's first. A collective call."""
+
+    def sum_of_own(self, values: torch.Tensor, own: slice) -> torch.Tensor:
+        """Of the processes' sum of ``values``, a row for each of all samples, this process's rows. Collective; the
+        processes have equally many samples."""
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of what each process says of its samples; of those that share samples, one counts. Collective."""
@@ -66,8 +70,11 @@ class Together(Protocol):
 class Alone:
     """One process, which has all samples."""
 
-    def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return rows, 0
+    def gather_samples(self, features: Batch) -> tuple[Batch, int]:
+        return features, 0
+
+    def sum_of_own(self, values: torch.Tensor, own: slice) -> torch.Tensor:
+        return values[own]
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
         return values

@@ -55,25 +55,26 @@ class GlobalBatchObjective(Objective):
                 encoded.append(features if training else {**features, **self.beside(batch)})
         if states:
             _set_random_state(device, states[0])
-        whole, first, own = {}, 0, 0
-        for name, like in encoded[0].items():
-            mine = torch.cat([like[:0], *[features[name] for features in encoded[:counted]]])
-            gathered, first = world.gather_samples(mine.float())
-            whole[name], own = gathered.requires_grad_(), len(mine)
-        rows = slice(first, first + own)
+        mine = {
+            name: torch.cat([like[:0], *[features[name] for features in encoded[:counted]]]).float()
+            for name, like in encoded[0].items()
+        }
+        gathered, first = world.gather_samples(mine)
+        whole = {name: features.requires_grad_() for name, features in gathered.items()}
+        rows = slice(first, first + len(next(iter(mine.values()))))
         with torch.set_grad_enabled(training):
             losses = self.losses(whole, rows)
         gradients = {name: like[:0] for name, like in whole.items()}
         if training:
             parts = torch.autograd.grad(losses.sum(), list(whole.values()))
-            gradients = {name: world.sum_over_samples(part) for name, part in zip(whole, parts, strict=True)}
+            gradients = {name: world.sum_of_own(part, rows) for name, part in zip(whole, parts, strict=True)}
         else:
             self.met({name: value.detach() for name, value in whole.items()}, rows)
         self._shares = []
         at = 0
         for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
             size = len(next(iter(features.values()))) if number < counted else 0
-            own_gradients = {name: gradient[first + at : first + at + size] for name, gradient in gradients.items()}
+            own_gradients = {name: gradient[at : at + size] for name, gradient in gradients.items()}
             self._shares.append((own_gradients, losses[at : at + size].detach().sum(), state))
             at += size
 

@@ -57,6 +57,13 @@ def all_gather_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return parts
 
 
+def reduce_scatter_parts(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part, along the first dimension, of the sum of ``x`` over the ranks."""
+    mine = x.new_empty((len(x) // group.size(), *x.shape[1:]))
+    _reduce_scatter(mine, x.contiguous(), group=group)
+    return mine
+
+
 class _SumForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -19,6 +19,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.spike_guard import SpikeGuard
+from mgpu_pipe.parallel.tensor_collectives import all_gather_parts, reduce_scatter_parts
 from mgpu_pipe.parallel.to_device import to_device
 from mgpu_pipe.parallel.weight_average import WeightAverage
 from mgpu_pipe.strategies.world import ExistingWorld
@@ -136,21 +137,40 @@ class EngineStrategy(ParallelStrategy):
             dist.all_reduce(values)
         return values
 
-    def gather_samples(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The rows of all data-parallel processes in order, and the index of this process's first. Collective.
+    @torch.no_grad()
+    def gather_samples(self, features: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        """Features of the samples of all data-parallel processes in order, and the index of this process's first.
+        Collective.
 
         Args:
-            rows: one for each of this process's samples, equal on processes that share them; any number.
+            features: by name, a row for each of this process's samples, equal on processes that share them; any number.
         """
         size, rank = self.dims.data_parallel_size, self.dims.data_parallel_rank(self.global_rank)
-        counts = torch.zeros(size, dtype=torch.int64, device=rows.device)
-        counts[rank] = len(rows) if self.counts_its_samples else 0
+        one = next(iter(features.values()))
+        own = len(one) if self.counts_its_samples else 0
+        counts = torch.zeros(size, dtype=torch.int64, device=one.device)
+        counts[rank] = own
         ends = self.sum_over_data(counts).cumsum(0).tolist()
-        first = ends[rank] - len(rows)
-        gathered = rows.new_zeros(ends[-1], *rows.shape[1:])
-        if self.counts_its_samples:
-            gathered[first : first + len(rows)] = rows
-        return self.sum_over_data(gathered), first
+        first, even = ends[rank] - len(one), ends == [ends[0] * (1 + at) for at in range(size)]
+        if even and (world := self._apart):
+            return {name: all_gather_parts(rows, world).flatten(0, 1) for name, rows in features.items()}, first
+        whole = {name: rows.new_zeros(ends[-1], *rows.shape[1:]) for name, rows in features.items()}
+        for name, rows in features.items():
+            whole[name][first : first + own] = rows[:own]
+            self.sum_over_data(whole[name])
+        return whole, first
+
+    @torch.no_grad()
+    def sum_of_own(self, values: torch.Tensor, own: slice) -> torch.Tensor:
+        """Of the processes' sum of ``values``, a row for each of all samples, this process's rows. Collective; the
+        processes have equally many samples."""
+        world = self._apart
+        return reduce_scatter_parts(values, world) if world else self.sum_over_samples(values)[own]
+
+    @property
+    def _apart(self) -> dist.ProcessGroup | None:
+        """All processes, where each has samples that no other has."""
+        return dist.group.WORLD if self.dims.world_size == self.dims.data_parallel_size > 1 else None
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of what each process says of its samples, of which no other that shares them is counted. Collective."""

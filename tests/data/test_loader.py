@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import image_audio_loading
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
@@ -21,6 +22,7 @@ from mgpu_pipe.data.text.prepare import PreparedData, prepare
 from mgpu_pipe.data.text.token_store import TokenStore, write_tokens
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config
+from tests.support.needs import need_speech
 
 PADDING = 60_000
 
@@ -213,3 +215,16 @@ def test_no_held_out_data_is_no_evaluation(synthetic: tuple[RunConfig, PreparedD
     prepared = prepare(without)
     assert (prepared.validation, prepared.validation_samples, prepared.unigram_perplexity) == (None, 0, None)
     assert len(evaluation_step_batches(config, prepared, BatchPlan(8, 1, 1), 0)) == 0
+
+
+def test_pictures_and_recordings_are_what_torchs_loader_gives(tmp_path: Path) -> None:
+    """By the benchmark, in which both are timed."""
+    need_speech()
+    for work in image_audio_loading.works(tmp_path, image_audio_loading.BATCH):
+        ours, theirs = (list(loader()) for loader in work.loaders())
+        (mine,) = (
+            value for name, value in ours[0].items() if name in ("pixel_values", "input_values", "input_features")
+        )
+        assert len(ours) == len(theirs) == 1 and mine.shape == theirs[0].shape
+        found, expected = (rows[rows.flatten(1).double().abs().sum(1).argsort()] for rows in (mine, theirs[0]))
+        assert torch.equal(found, expected), work.name

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import contrastive_loss
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.base import Alone
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
+from mgpu_pipe.planner.traffic import exchanged
 from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
@@ -39,7 +41,7 @@ def verified(config: RunConfig, detached: bool = False) -> list[Worst]:
     """Measured errors; ``detached``: each process leaves out what the others' losses say of its features."""
 
     def detach(strategy: EngineStrategy) -> None:
-        strategy.sum_over_samples = lambda values: values  # type: ignore[method-assign]
+        strategy.sum_of_own = lambda values, own: values[own]  # type: ignore[method-assign]
 
     return worst_of(compare(config, on_start=detach if detached else lambda strategy: None))
 
@@ -69,6 +71,15 @@ def test_features_without_the_other_processes_gradients_are_found() -> None:
     config = small_run(*CLIP, "trainer.devices=2", "strategy=ddp")
     found = {one.quantity for one in run_processes(2, verified, config, True)[0] if not one.passed}
     assert "gradient" in found and "loss" not in found
+
+
+def test_the_loss_sends_its_closed_form_and_holds_less_than_the_naive_one() -> None:
+    """By the benchmark, whose naive gradients are the oracle."""
+    for found in run_processes(4, contrastive_loss.measure, None, 64, 16):
+        (peak, _, sent, apart), naive = found["ours"], found["naive"]
+        assert sent == contrastive_loss.closed_form(4, 64, 16)
+        assert naive[2] == 4 * exchanged(4 * 64 * 16, 4)
+        assert peak < naive[0] and apart < 1e-6
 
 
 def made(family: str, max_scale: float = 100.0) -> ContrastiveObjective:
