@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -69,6 +69,29 @@ def weighed(dataset: SampleSet) -> Weighed:
         reason = f"what a sample of {type(dataset).__name__} costs is not known beforehand"
         raise ConfigError("data.balance", "cost", "use none", reason)
     return dataset
+
+
+@dataclass(frozen=True)
+class ChangedSamples(ABC):
+    """Samples that are changed as they are read. They count what they did, unless a subclass says otherwise."""
+
+    read: SampleSet
+
+    @abstractmethod
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """As of a :class:`SampleSet`."""
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return self.read.valid_units(indices, numbers)
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return self.read.positions(indices)
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.read.padding(indices)
 
 
 class Prepared(ABC):

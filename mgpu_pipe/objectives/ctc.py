@@ -20,7 +20,7 @@ from mgpu_pipe.compat.transformers_private import hide_by
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.spans import Spans, random_of_spans
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.samples import SampleSet
+from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.frames import Frames
 from mgpu_pipe.models.fields import resolved_fields
@@ -69,28 +69,15 @@ class Hiding:
 
 
 @dataclass(frozen=True)
-class HiddenSamples:
+class HiddenSamples(ChangedSamples):
     """Recordings of which something is hidden as they are read."""
 
-    recordings: SampleSet
     hiding: Hiding
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.recordings)
-
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        read = self.recordings.batch(indices, numbers)
+        read = self.read.batch(indices, numbers)
         return {**read, **self.hiding.drawn(read["lengths"].tolist(), numbers.tolist(), self.seed)}
-
-    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        return self.recordings.valid_units(indices, numbers)
-
-    def positions(self, indices: NDArray[np.int64]) -> int:
-        return self.recordings.positions(indices)
-
-    def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.recordings.padding(indices)
 
 
 class CTCObjective(Objective):

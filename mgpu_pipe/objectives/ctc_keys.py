@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.transcripts import jiwer
+from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, rates
 
 FAMILIES = ("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm")
 """Those tried: a recording's result is the same however long the others of its micro-batch are."""
@@ -22,7 +21,7 @@ REFUSED = {
 
 
 @dataclass
-class CTCConfig(ObjectiveConfig):
+class CTCConfig(TranscriptConfig):
     name: str = "ctc"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
@@ -35,32 +34,16 @@ class CTCConfig(ObjectiveConfig):
             if fields.get(name)
         ]
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        try:
-            jiwer()
-        except ConfigError as error:
-            return [error]
-        return []
-
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
     """From the sums of losses, of wrong words, words, wrong characters and characters, and the labels' number."""
-    loss, wrong_words, words, wrong_characters, characters, labels = sums
-    return {
-        "val/loss": loss / labels,
-        "val/word_error_rate": wrong_words / words,
-        "val/character_error_rate": wrong_characters / characters,
-    }
+    return {"val/loss": sums[0] / sums[-1], **rates(sums[1:-1])}
 
 
 DESCRIPTION = Description(
     name="ctc",
     keys=CTCConfig,
-    metrics=(
-        Metric("val/loss", "held-out loss", "nats a character"),
-        Metric("val/word_error_rate", "held-out word error rate", percent=True, headline=True),
-        Metric("val/character_error_rate", "held-out character error rate", percent=True),
-    ),
+    metrics=(Metric("val/loss", "held-out loss", "nats a character"), *RATES),
     measured=measured,
     counts="characters",
     model_class="AutoModelForCTC",

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.samples import SampleSet, random_of, weighed
+from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of, weighed
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
 from mgpu_pipe.models.fields import resolved_fields
@@ -72,22 +72,18 @@ class Masking:
 
 
 @dataclass(frozen=True)
-class MaskedSamples:
+class MaskedSamples(ChangedSamples):
     """Packed text whose tokens are hidden as the samples are read."""
 
-    text: SampleSet
     masking: Masking
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.text)
-
     def _tokens(self, indices: NDArray[np.int64]) -> list[int]:
         one_by_one = (indices[at : at + 1] for at in range(len(indices)))
-        return [self.text.positions(one) - self.text.padding(one) for one in one_by_one]
+        return [self.positions(one) - self.padding(one) for one in one_by_one]
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        read = self.text.batch(indices, numbers)
+        read = self.read.batch(indices, numbers)
         ids = read["input_ids"].numpy()
         labels = [
             self.masking.mask(row, tokens, random_of(self.seed, number))
@@ -98,14 +94,8 @@ class MaskedSamples:
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
         return sum(map(self.masking.drawn, self._tokens(indices)))
 
-    def positions(self, indices: NDArray[np.int64]) -> int:
-        return self.text.positions(indices)
-
-    def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.text.padding(indices)
-
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return weighed(self.text).costs(indices)
+        return weighed(self.read).costs(indices)
 
 
 class MaskedLMObjective(Objective):

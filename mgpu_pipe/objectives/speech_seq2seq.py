@@ -25,7 +25,7 @@ from mgpu_pipe.data.audio.prepare import PreparedSpeech
 from mgpu_pipe.data.audio.read import Sound
 from mgpu_pipe.data.audio.spans import Spans, random_of_spans
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.samples import Prepared, SampleSet
+from mgpu_pipe.data.samples import ChangedSamples, Prepared, SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.dictation import dictated, prepare_to_hear
 from mgpu_pipe.models.fields import resolved_fields
@@ -45,20 +45,16 @@ LONGEST_OF_VERIFY = 12
 
 
 @dataclass(frozen=True)
-class Spectrograms:
+class Spectrograms(ChangedSamples):
     """Recordings as the encoder reads them; of training ones something may be hidden."""
 
-    recordings: SampleSet
     window: LogMel
     hidden: tuple[Spans, Spans]
     """Of the frames, and of the bands."""
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.recordings)
-
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        read = self.recordings.batch(indices, numbers)
+        read = self.read.batch(indices, numbers)
         lengths = read["lengths"].tolist()
         waves = [wave[:length] for wave, length in zip(read["input_values"].numpy(), lengths, strict=True)]
         features = self.window.of_waves(waves)
@@ -68,15 +64,6 @@ class Spectrograms:
                 features[row][:, :frames][:, self.hidden[0].drawn(frames, random)] = 0
                 features[row][self.hidden[1].drawn(self.window.bins, random)] = 0
         return {"input_features": torch.from_numpy(features), "labels": read["labels"]}
-
-    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        return self.recordings.valid_units(indices, numbers)
-
-    def positions(self, indices: NDArray[np.int64]) -> int:
-        return self.recordings.positions(indices)
-
-    def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.recordings.padding(indices)
 
 
 class SpeechSeq2SeqObjective(Objective):

@@ -9,17 +9,17 @@ from typing import Any
 from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import Auto
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives import ctc_keys
-from mgpu_pipe.objectives.transcripts import jiwer
+from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, rates
 
 REFUSED = ("encoder_layerdrop", "decoder_layerdrop")
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 
 
 @dataclass
-class SpeechSeq2SeqConfig(ObjectiveConfig):
+class SpeechSeq2SeqConfig(TranscriptConfig):
     name: str = "speech_seq2seq"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
@@ -40,13 +40,6 @@ class SpeechSeq2SeqConfig(ObjectiveConfig):
             found.append(ConfigError(f"model.config.{HEADS[1]}", decoder, fix, "both are cut alike"))
         return found
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        try:
-            jiwer()
-        except ConfigError as error:
-            return [error]
-        return []
-
     def shrunk(self, tokens: int) -> Self:
         return replace(self, loss_chunk_tokens=0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5))
 
@@ -54,13 +47,7 @@ class SpeechSeq2SeqConfig(ObjectiveConfig):
 def measured(sums: Sequence[float]) -> dict[str, float]:
     """From the sums of losses, of right tokens, of wrong words, words, wrong characters and characters, and the
     tokens' number."""
-    loss, right, wrong_words, words, wrong_characters, characters, tokens = sums
-    return {
-        "val/loss": loss / tokens,
-        "val/accuracy": right / tokens,
-        "val/word_error_rate": wrong_words / words,
-        "val/character_error_rate": wrong_characters / characters,
-    }
+    return {"val/loss": sums[0] / sums[-1], "val/accuracy": sums[1] / sums[-1], **rates(sums[2:-1])}
 
 
 DESCRIPTION = Description(
@@ -69,7 +56,7 @@ DESCRIPTION = Description(
     metrics=(
         Metric("val/loss", "held-out loss", "nats a token"),
         Metric("val/accuracy", "held-out accuracy", "of tokens", percent=True, higher_is_better=True),
-        *ctc_keys.DESCRIPTION.metrics[1:],
+        *RATES,
     ),
     measured=measured,
     counts="tokens",

@@ -178,11 +178,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     from mgpu_pipe.cli import main
     from mgpu_pipe.inference.load import load_run
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    run(tmp_path / "first", 2, "strategy=fsdp", *half)
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    whole, metrics, _ = small_runs.run_on(captioned, tmp_path)
     for key in ("train/loss", "val/loss"):
         assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and captions"
     assert metrics["val/image_to_text_recall@5"] == whole["val/image_to_text_recall@5"]

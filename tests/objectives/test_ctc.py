@@ -24,14 +24,11 @@ from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.ctc_keys import FAMILIES
 from mgpu_pipe.objectives.transcripts import errors, spoken
-from mgpu_pipe.verify.bounds import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
-from tests.support.processes import run_processes
 from tests.support.sounds import RATE, list_of_tones, tones, write_wav
-from tests.verify.support import small_run
+from tests.verify.support import compared_with_one_process
 
 SPEECH = ("objective=ctc", "data=spoken_digits", "model=wav2vec2_tiny", "logger=none", "trainer.progress=off")
 FIELDS = {
@@ -43,10 +40,6 @@ FIELDS = {
     **dict.fromkeys(("layerdrop", "hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
     **{"feat_proj_dropout": 0.0, "final_dropout": 0.0},
 }
-
-
-def verified(config: RunConfig) -> list[Worst]:
-    return worst_of(compare(config))
 
 
 @pytest.mark.parametrize(
@@ -63,10 +56,7 @@ def verified(config: RunConfig) -> list[Worst]:
     ],
 )
 def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*SPEECH, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
+    compared_with_one_process(processes, *SPEECH, *strategy)
 
 
 def made(family: str, **fields: Any) -> torch.nn.Module:
@@ -147,10 +137,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     from mgpu_pipe.cli import main
     from mgpu_pipe.inference.load import load_run
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    whole, metrics, _ = small_runs.run_on(listed, tmp_path)
     for key in ("train/loss", "val/loss"):
         assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same recordings, changed and hidden alike"
     assert metrics["val/character_error_rate"] == whole["val/character_error_rate"]

@@ -22,14 +22,11 @@ from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.dictation import dictated
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.objectives.transcripts import errors
-from mgpu_pipe.verify.bounds import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
-from tests.support.processes import run_processes
 from tests.support.sounds import list_of_tones, tones, write_wav
-from tests.verify.support import small_run
+from tests.verify.support import compared_with_one_process
 
 WHISPER = (
     "objective=speech_seq2seq",
@@ -38,10 +35,6 @@ WHISPER = (
     "logger=none",
     "trainer.progress=off",
 )
-
-
-def verified(config: RunConfig) -> list[Worst]:
-    return worst_of(compare(config))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +50,7 @@ def verified(config: RunConfig) -> list[Worst]:
     ],
 )
 def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*WHISPER, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
+    compared_with_one_process(processes, *WHISPER, *strategy)
 
 
 def listed(folder: Path, *overrides: str) -> RunConfig:
@@ -94,7 +84,7 @@ def test_words_are_counted_in_what_the_decoder_writes_by_itself(tmp_path: Path) 
     everything = np.arange(len(held))
     batch = held.batch(everything, -1 - everything)
     plain = WhisperFeatureExtractor.from_pretrained(prepared.tokenizer_folder)
-    wave = held.recordings.recording(1)
+    wave = held.read.recording(1)
     assert torch.equal(
         batch["input_features"][1], plain(wave, sampling_rate=16000, return_tensors="pt").input_features[0]
     ), "as the extractor in the export makes it, without what training hides"
@@ -131,10 +121,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     from mgpu_pipe.cli import main
     from mgpu_pipe.inference.load import load_run
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    whole, metrics, saved = small_runs.run_on(listed, tmp_path)
     third = run(tmp_path / "third", 2, "strategy=zero3", resume=saved)
     for key in ("train/loss", "val/loss"):
         assert [metrics[key], third[key]] == pytest.approx([whole[key]] * 2, rel=1e-5), "changed and hidden alike"

@@ -40,3 +40,12 @@ def run(
     step = None if resume is None else str(resume)
     metrics: dict[str, float] = run_processes(processes, _trained, composed, str(folder), given, step)[0]
     return metrics
+
+
+def run_on(composed: Composed, folder: Path) -> tuple[dict[str, float], dict[str, float], Path]:
+    """The metrics of a run of one process, those of the same run that began under fsdp and went on under tp (in
+    ``folder / "second"``), and the step from which it went on."""
+    whole = run(composed, folder / "whole", 1, "strategy=single")
+    run(composed, folder / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    saved = folder / "first" / "checkpoints" / "step-00000002"
+    return whole, run(composed, folder / "second", 2, "strategy=tp", resume=saved), saved

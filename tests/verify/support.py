@@ -8,7 +8,10 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.comparison import compare
 from mgpu_pipe.verify.shrink import shrink
+from tests.support.processes import run_processes
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -20,3 +23,14 @@ def small_run(*overrides: str, steps: int = 3, **sizes: int) -> RunConfig:
     config = composed(*overrides)
     config.strategy = replace(config.strategy, **sizes)
     return shrink(config, ParallelDims.resolve(config.strategy, world_size(config)), steps).config
+
+
+def verified(config: RunConfig) -> list[Worst]:
+    return worst_of(compare(config))
+
+
+def compared_with_one_process(processes: int, *overrides: str) -> None:
+    """The small run of a configuration keeps every bound."""
+    worst = run_processes(processes, verified, small_run(*overrides, f"trainer.devices={processes}"))[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
