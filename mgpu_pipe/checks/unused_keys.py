@@ -73,7 +73,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key, sources in (
         ("text_column", ("jsonl", "parquet", "labelled_jsonl", "audio_list")),
         ("second_text_column", ("labelled_jsonl",)),
-        ("label_column", ("labelled_jsonl", "image_list")),
+        ("label_column", ("labelled_jsonl", "image_list", "image_tar")),
         ("classes", ("labelled_jsonl", *IMAGE_SOURCES)),
         ("messages_column", CONVERSATION_SOURCES),
         ("format", ("chat_jsonl",)),

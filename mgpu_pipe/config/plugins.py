@@ -23,8 +23,8 @@ LAUNCH_GROUP = "mgpu_pipe.launchers"
 LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
 PAIR_SOURCES = ("pairs_jsonl", "number_words")
-IMAGE_SOURCES = ("digits", "image_folder", "image_list")
-CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions")
+IMAGE_SOURCES = ("digits", "image_folder", "image_list", "image_tar")
+CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions", "captioned_tar")
 PICTURE_CHAT_SOURCES = ("digit_questions", "picture_chats")
 AUDIO_SOURCES = ("spoken_digits", "audio_list")
 DATA_SOURCES = (

@@ -117,6 +117,16 @@ def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
 
 
+def read_part(path: Path, offset: int, expected: Fingerprint) -> bytes:
+    """Bytes of a data file, from ``offset`` on, that are ``expected``; raises as :func:`open_data`."""
+    with open_data(path) as file:
+        file.seek(offset)
+        raw = file.read(expected.size)
+    if [block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)] != list(expected.blocks):
+        raise ChangedFileError(path)
+    return raw
+
+
 class _CheckedFile(io.RawIOBase):
     """A file whose blocks are hashed as they are read, and given out only if they have the expected hashes."""
 

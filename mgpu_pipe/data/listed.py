@@ -11,6 +11,7 @@ from typing import Any
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.text.labelled_row import label_of
 from mgpu_pipe.errors import ConfigError, DataError
 
@@ -18,12 +19,21 @@ SUFFIXES = (".csv", ".jsonl")
 
 
 @dataclass(frozen=True)
+class Part:
+    """Bytes of a file, from ``offset`` on, and what they are."""
+
+    offset: int
+    held: Fingerprint
+
+
+@dataclass(frozen=True)
 class Entry:
-    """A file and what is said of it; ``origin`` is where they are named."""
+    """A file, or a part of one, and what is said of it; ``origin`` is where they are named."""
 
     path: Path
     label: str
     origin: str
+    part: Part | None = None
 
 
 def entries_of(path: Path, data: DataConfig, key: str, file_key: str, told_key: str, what: str) -> Iterator[Entry]:

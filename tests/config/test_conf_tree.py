@@ -72,6 +72,8 @@ NEEDS_MORE = {
     ("data", "audio_list"),
     ("data", "image_folder"),
     ("data", "image_list"),
+    ("data", "image_tar"),
+    ("data", "captioned_tar"),
     ("logger", "wandb"),
     ("logger", "mlflow"),
     ("precision", "fp8"),

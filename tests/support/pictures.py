@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +36,25 @@ def folder_of_classes(root: Path, each: int = 8, classes: tuple[str, ...] = ("da
                 values[::2] += 190
             (root / name / f"{index}.png").write_bytes(stored(Image.fromarray(values.astype(np.uint8))))
     return root
+
+
+def packed(tar: Path, members: Iterable[tuple[str, bytes]], kind: bytes = tarfile.REGTYPE) -> Path:
+    """A tar file of these members, by name."""
+    with tarfile.open(tar, "w") as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size, info.type, info.linkname = len(content), kind, "elsewhere"
+            file.addfile(info, io.BytesIO(content))
+    return tar
+
+
+def samples_in(root: Path, ending: str = "cls", said: str = "{}") -> list[tuple[str, bytes]]:
+    """Of each picture of :func:`folder_of_classes` two members: what is said of it, and the picture."""
+    members = []
+    for path in sorted(root.glob("*/*.png")):
+        name = f"{path.parent.name}-{path.stem}"
+        members += [(f"{name}.{ending}", said.format(path.parent.name).encode()), (f"{name}.png", path.read_bytes())]
+    return members
 
 
 def bomb() -> bytes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.array_samples import ArraySamples
 
 TABLE = "captions.npy"
-LIST = "captions"
+LIST, TAR = "captions", "captioned_tar"
 _FORMAT = 1
 _AT_ONCE = 1024
 """Captions that are encoded together."""
@@ -100,8 +100,8 @@ class CaptionedImages(LabelledImages):
 
 
 def ways_to_say(data: CaptionConfig) -> list[str]:
-    """Templates of captions; a list's captions stand as they are."""
-    return ["{}"] if data.source == LIST else data.captions
+    """Templates of captions; those of a list or a tar file stand as they are."""
+    return ["{}"] if data.source in (LIST, TAR) else data.captions
 
 
 def prepare_captions(config: RunConfig, progress: Progress | None = None) -> PreparedCaptions:

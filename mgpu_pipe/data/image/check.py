@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.image.chat_rows import QUESTIONS, first_rows
@@ -10,6 +11,7 @@ from mgpu_pipe.data.image.decode import pillow
 from mgpu_pipe.data.image.keys import ImageConfig, PictureChatConfig
 from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.image.sources import DIGITS, digits_file, entries
+from mgpu_pipe.data.image.tars import TARS, check_tars
 from mgpu_pipe.data.text.chat_templates import check_chat
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
@@ -26,9 +28,10 @@ def check_pictures(config: RunConfig) -> None:
     if data.source in DIGITS:
         checks.append(digits_file)
     else:
-        checks.append(lambda: entries(data, data.paths, "data.paths"))
+        looked: Callable[[list[str], str], object] = check_tars if data.source in TARS else partial(entries, data)
+        checks.append(lambda: looked(data.paths, "data.paths"))
         if data.validation_paths:
-            checks.append(lambda: entries(data, data.validation_paths, "data.validation_paths"))
+            checks.append(lambda: looked(data.validation_paths, "data.validation_paths"))
     _raise_all(checks)
 
 

@@ -47,7 +47,8 @@ class StoredPictures:
             image: Image = pillow()[0].fromarray(np.ascontiguousarray(self._pixels[place]))
             return image.convert(MODES[self._channels])
         known = Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place]))
-        return read_picture(Path(self._files["paths"][place]), known, self._channels)
+        offset = self._files["offsets"][place] if "offsets" in self._files else None
+        return read_picture(Path(self._files["paths"][place]), known, self._channels, offset)
 
 
 class LabelledImages(ArrayData):

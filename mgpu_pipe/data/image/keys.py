@@ -45,7 +45,7 @@ class ImageConfig(DataConfig):
 @dataclass
 class CaptionConfig(ImageConfig):
     caption_column: str = "caption"
-    """Name of the field with a picture's caption (captions)."""
+    """Name of the field with a picture's caption (captions; captioned_tar where it is JSON)."""
     captions: list[str] = field(default_factory=lambda: ["{}"])
     """What is said of a picture of a class, whose name takes the place of {} (captioned_digits, captioned_folder); each
     time a picture is trained on, one of them is drawn by seed and sample."""

@@ -36,7 +36,8 @@ from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
 from mgpu_pipe.data.image.decode import BadImageError
 from mgpu_pipe.data.image.keys import ImageConfig
 from mgpu_pipe.data.image.pixels import Pixels
-from mgpu_pipe.data.image.sources import DIGITS, FILES, digits_file, entries, read_digits, read_picture
+from mgpu_pipe.data.image.sources import DIGITS, FILES, digits_file, entries, read_digits, read_picture, told_by
+from mgpu_pipe.data.image.tars import TARS, tar_entries
 from mgpu_pipe.data.listed import Entry
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
@@ -259,7 +260,11 @@ def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cach
     """The folder in the cache of what is known of some pictures, made if it is not there."""
     if data.source in DIGITS:
         return known_digits(cache)
-    return known_files(data, entries(data, patterns, key), channels, cache, progress)
+    if data.source in TARS:
+        listed = tar_entries(data, patterns, key, told_by(data), cache, progress)
+    else:
+        listed = entries(data, patterns, key)
+    return known_files(data, listed, channels, cache, progress)
 
 
 def known_digits(cache: Path) -> Path:
@@ -273,15 +278,24 @@ def known_digits(cache: Path) -> Path:
 
 def known_files(data: ImageConfig, listed: Sequence[Entry], channels: int, cache: Path, progress: Progress) -> Path:
     """That of files, in their order, the bad ones left out and named in the manifest."""
-    empty = {one.path for one in listed if not one.path.stat().st_size}
-    prints = fingerprints(sorted({one.path for one in listed} - empty), cache, progress)
+    whole = {one.path for one in listed if one.part is None and one.path.stat().st_size}
+    prints = fingerprints(sorted(whole), cache, progress) if whole else {}
+    held = [_held(one, prints) for one in listed]
     files = [
-        [str(one.path.absolute()), one.label, prints[one.path].digest if one.path in prints else ""] for one in listed
+        [f"{one.path.absolute()}{one.part.offset if one.part else ''}", one.label, known.digest if known else ""]
+        for one, known in zip(listed, held, strict=True)
     ]
     content = digest_of("images", [entry[1:] for entry in files])
     folder = cache / "images" / digest_of(_FORMAT, channels, files)
-    build_once(folder, partial(_build_files, data, listed, prints, channels, content, progress))
+    build_once(folder, partial(_build_files, data, listed, held, channels, content, progress))
     return folder
+
+
+def _held(one: Entry, prints: Mapping[Path, Fingerprint]) -> Fingerprint | None:
+    """What it holds; None where that is nothing."""
+    if one.part is None:
+        return prints.get(one.path)
+    return one.part.held if one.part.held.size else None
 
 
 def _build_digits(file: Path, content: str, out: Path) -> dict[str, Any]:
@@ -293,21 +307,28 @@ def _build_digits(file: Path, content: str, out: Path) -> dict[str, Any]:
 def _build_files(
     data: ImageConfig,
     listed: Sequence[Entry],
-    prints: Mapping[Path, Fingerprint],
+    held: Sequence[Fingerprint | None],
     channels: int,
     content: str,
     progress: Progress,
     out: Path,
 ) -> dict[str, Any]:
-    faults = _faults([(one.path, prints.get(one.path)) for one in listed], channels, data, progress)
+    looks = [(one.path, known, one.part.offset if one.part else None) for one, known in zip(listed, held, strict=True)]
+    faults = _faults(looks, channels, data, progress)
     good = [one for one, fault in zip(listed, faults, strict=True) if fault is None]
-    bad = [[str(one.path), fault] for one, fault in zip(listed, faults, strict=True) if fault is not None]
-    known = [prints[one.path] for one in good]
-    described = {
+    known = [one for one, fault in zip(held, faults, strict=True) if one is not None and fault is None]
+    bad = [
+        [one.origin if one.part else str(one.path), fault]
+        for one, fault in zip(listed, faults, strict=True)
+        if fault is not None
+    ]
+    described: dict[str, list[Any]] = {
         "paths": [str(one.path.absolute()) for one in good],
         "sizes": [one.size for one in known],
         "blocks": [list(one.blocks) for one in known],
     }
+    if any(one.part for one in good):
+        described["offsets"] = [one.part.offset for one in good if one.part]
     write_json(out / FILES, described)
     return _write(out, [one.label for one in good], [document_hash(one.digest) for one in known], bad, content)
 
@@ -322,7 +343,7 @@ def _write(
     return {"labels": names, "pictures": len(labels), "bad": bad, "content": content}
 
 
-Look = tuple[Path, Fingerprint | None]
+Look = tuple[Path, Fingerprint | None, int | None]
 
 
 def _faults(pictures: Sequence[Look], channels: int, data: ImageConfig, progress: Progress) -> list[str | None]:
@@ -342,14 +363,14 @@ def _faults(pictures: Sequence[Look], channels: int, data: ImageConfig, progress
 
 
 def _looker(channels: int) -> Callable[[list[Look]], list[str | None]]:
-    return lambda part: [_fault(path, expected, channels) for path, expected in part]
+    return lambda part: [_fault(*look, channels) for look in part]
 
 
-def _fault(path: Path, expected: Fingerprint | None, channels: int) -> str | None:
+def _fault(path: Path, expected: Fingerprint | None, offset: int | None, channels: int) -> str | None:
     if expected is None:
         return "is empty"
     try:
-        read_picture(path, expected, channels)
+        read_picture(path, expected, channels, offset)
     except BadImageError as error:
         return str(error)
     return None

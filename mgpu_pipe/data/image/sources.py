@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data, read_part
 from mgpu_pipe.data.image.decode import SUFFIXES, decode
 from mgpu_pipe.data.image.keys import CaptionConfig, ImageConfig
 from mgpu_pipe.data.listed import Entry, entries_of
@@ -38,9 +38,14 @@ def entries(data: DataConfig, patterns: list[str], key: str) -> list[Entry]:
     assert isinstance(data, ImageConfig)
     if data.source in FOLDERS:
         return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
-    told = "caption_column" if isinstance(data, CaptionConfig) else "label_column"
-    named = ("image_column", told, WHAT[told])
+    named = ("image_column", *told_by(data))
     return [entry for path in files.expand_paths(patterns, key) for entry in entries_of(path, data, key, *named)]
+
+
+def told_by(data: DataConfig) -> tuple[str, str]:
+    """The key that names what is said of a picture, and what that is."""
+    told = "caption_column" if isinstance(data, CaptionConfig) else "label_column"
+    return told, WHAT[told]
 
 
 def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
@@ -77,14 +82,19 @@ def read_digits(path: Path) -> tuple[NDArray[np.uint8], list[str]]:
     return (pixels * 255 // DIGITS_BRIGHTEST).astype(np.uint8), [str(label) for label in rows[:, -1]]
 
 
-def read_picture(path: Path, expected: Fingerprint, channels: int) -> Any:
+def read_picture(path: Path, expected: Fingerprint, channels: int, offset: int | None = None) -> Any:
     """A picture that holds what it held when it was looked at.
+
+    Args:
+        offset: where it begins in the file; None where it is all of it.
 
     Raises:
         BadImageError: it cannot be used.
         DataError: it is gone, or another one.
     """
     try:
+        if offset is not None:
+            return decode(read_part(path, offset, expected), channels)
         with open_data(path, expected) as file:
             return decode(file.read(), channels)
     except ChangedFileError as error:
