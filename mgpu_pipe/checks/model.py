@@ -10,6 +10,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.families.family import FLASH
 from mgpu_pipe.families.find import document_isolation, family_of
@@ -132,6 +133,9 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if config.objective.name == "sequence_classification" and not peft.train_also:
         fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
         errors.append(ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained"))
+    if config.objective.name == "ctc" and not peft.train_also and own_alphabet(config) is None:
+        reason = "the head of a new alphabet would stay untrained"
+        errors.append(ConfigError("peft.train_also", [], "use peft.train_also=[lm_head.*]", reason))
     return errors
 
 

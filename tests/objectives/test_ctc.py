@@ -53,6 +53,14 @@ FIELDS = {
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
         pytest.param(2, ("strategy=ddp", "precision=bf16"), marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(
+                2,
+                (f"strategy={name}", "peft=lora", "peft.train_also=[lm_head.*]"),
+                marks=() if name == "tp" else pytest.mark.exhaustive,
+            )
+            for name in ("ddp", "fsdp", "tp", "zero3")
+        ),
     ],
 )
 def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
@@ -273,6 +281,7 @@ def test_a_bad_recording_is_named_or_left_out_and_others_are_read(tmp_path: Path
         (["path,text", "0.wav,ab"], ("strategy=pp", "trainer.devices=2"), "objective.name=ctc"),
         (["path,text", "0.wav,ab"], ("model=llama_tiny",), "llama"),
         (["path,text", "0.wav,ab"], ("data.speed=0.9",), "data.speed=0.9"),
+        (["path,text", "0.wav,ab"], ("peft=lora",), "use peft.train_also=[lm_head.*]"),
     ],
 )
 def test_bad_input_is_told_before_the_run(

@@ -47,6 +47,10 @@ WHISPER = (
         pytest.param(1, ("strategy=single", "objective.loss_chunk_tokens=0"), marks=pytest.mark.slow),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2", "model=whisper_small"), marks=pytest.mark.slow),
         *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
+        *(
+            pytest.param(2, (f"strategy={name}", "peft=lora"), marks=() if name == "fsdp" else pytest.mark.exhaustive)
+            for name in ("ddp", "fsdp", "tp", "zero3")
+        ),
     ],
 )
 def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:

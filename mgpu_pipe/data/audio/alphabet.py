@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, json_file
 from mgpu_pipe.errors import ModelFolderError
@@ -14,6 +16,12 @@ from mgpu_pipe.errors import ModelFolderError
 VOCABULARY, PREPROCESSOR = "vocab.json", "preprocessor_config.json"
 BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
 """What CTC puts between characters, what stands for others, and what stands between words."""
+
+
+def own_alphabet(config: RunConfig) -> Path | None:
+    """The model's folder, where it has an alphabet."""
+    folder = None if config.model.path is None else local_folder(config.model.path)
+    return folder if folder is not None and (folder / VOCABULARY).is_file() else None
 
 
 @dataclass(frozen=True)

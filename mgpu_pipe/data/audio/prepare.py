@@ -22,7 +22,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.alphabet import VOCABULARY, Alphabet
+from mgpu_pipe.data.audio.alphabet import Alphabet, own_alphabet
 from mgpu_pipe.data.audio.keys import AudioConfig
 from mgpu_pipe.data.audio.listen import heard_folders, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
@@ -211,8 +211,9 @@ def _alphabet(config: RunConfig, folder: Path) -> tuple[Alphabet, bool]:
     """The chosen folder's, else the model's own, else all characters of the training transcripts, which is new."""
     if config.data.tokenizer != "auto":
         return Alphabet.of_folder(local_folder(config.data.tokenizer, "data.tokenizer")), config.model.path is None
-    if config.model.path is not None and (local_folder(config.model.path) / VOCABULARY).is_file():
-        return Alphabet.of_folder(local_folder(config.model.path)), False
+    own = own_alphabet(config)
+    if own is not None:
+        return Alphabet.of_folder(own), False
     return Alphabet.of_texts(transcripts(folder)[0]), True
 
 
