@@ -12,6 +12,7 @@ NAMES = (
     "slurm",
     "step_overhead",
     "step_time",
+    "packed_rows",
     "data_pipeline",
     "image_audio_loading",
     "data_parallel_bytes",
