@@ -115,6 +115,7 @@ class Family:
         reads_inside: classes of modules that look at their parts' weights, for which ZeRO-3 gathers them before.
         zero3_alone: whether, of a model of pictures and texts, each module reads its own weights alone otherwise, which
             ZeRO-3 goes by.
+        projector: names of the modules of a tower that lie between it and the language model.
     """
 
     packing: Packing = "none"
@@ -135,6 +136,7 @@ class Family:
     sizes: Sizes | None = None
     reads_inside: tuple[str, ...] = ()
     zero3_alone: bool = True
+    projector: tuple[str, ...] = ()
 
     @property
     def context(self) -> bool:

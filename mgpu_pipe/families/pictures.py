@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 WITHOUT_SUMMARY = ("siglip_vision_model",)
 """Towers whose first vector is a patch of the picture, not a summary of all."""
 
@@ -15,3 +20,58 @@ def picture_places(tower: str, size: int, patch: int, select: str) -> int:
         select: ``vision_feature_select_strategy``; ``default`` leaves the first vector out.
     """
     return (size // patch) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default")
+
+
+LONGEST = 200
+"""Times that a picture may be as long as it is wide."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a model cuts pictures that have sizes of their own (Qwen-VL, arXiv:2409.12191).
+
+    Attributes:
+        patch: pixels across a patch.
+        merge: patches across what becomes one vector of the language model's.
+        frames: how often a still picture stands in a patch.
+        channels: of the pictures.
+        least, most: pixels of a picture; another one is scaled.
+    """
+
+    patch: int
+    merge: int
+    frames: int
+    channels: int
+    least: int = 0
+    most: int = 0
+
+    @classmethod
+    def of(cls, field: Callable[[str], Any]) -> Grid | None:
+        """From the fields of a vision tower; None where it takes pictures of one size."""
+        names = ("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels")
+        patch, merge, frames, channels = map(field, names)
+        return cls(patch, merge, frames, channels) if merge is not None else None
+
+    @property
+    def side(self) -> int:
+        """Pixels across what becomes one vector."""
+        return self.patch * self.merge
+
+    @property
+    def values(self) -> int:
+        """Of a patch."""
+        return self.channels * self.frames * self.patch**2
+
+    def places(self, height: int, width: int) -> tuple[int, int]:
+        """Vectors of a picture of so many pixels, down and across, as Qwen scales it; (0, 0) where it refuses."""
+        if max(height, width) > LONGEST * min(height, width):
+            return 0, 0
+        down, across = (round(pixels / self.side) for pixels in (height, width))
+        area = self.side**2
+        if down * across * area > self.most:
+            share = math.sqrt(height * width / self.most)
+            down, across = (max(1, math.floor(pixels / share / self.side)) for pixels in (height, width))
+        elif down * across * area < self.least:
+            share = math.sqrt(self.least / (height * width))
+            down, across = (math.ceil(pixels * share / self.side) for pixels in (height, width))
+        return down, across

@@ -134,7 +134,7 @@ def generate_text(
                     ends=ends,
                     alone=chat is not None,
                     streamer=streamer,
-                    seen={} if sight is None else {"pixel_values": sight.pixels.to(device)},
+                    seen={} if sight is None else sight.inputs(many[number : number + batch_size], device),
                 )
                 for number in range(0, len(many), batch_size)
             ]

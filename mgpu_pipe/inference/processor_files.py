@@ -10,15 +10,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.data.image.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.families.pictures import WITHOUT_SUMMARY
 from mgpu_pipe.inference.load import StoredModel
 
 PICTURES, ALL = "preprocessor_config.json", "processor_config.json"
-BILINEAR = 2
-"""Pillow's number."""
+BILINEAR, BICUBIC = 2, 3
+"""Pillow's numbers."""
 
 
 def write_processor(stored: StoredModel, out: Path) -> None:
@@ -30,7 +30,10 @@ def write_processor(stored: StoredModel, out: Path) -> None:
         return
     if stored.config is None or not isinstance(stored.config.data, PictureChatConfig):
         return
-    pixels, model = Pixels.of(stored.config.data, stored.config.model), stored.model.config
+    pixels, model = chat_pixels(stored.config.data, stored.config.model), stored.model.config
+    if isinstance(pixels, GridPixels):  # its processor as a whole wants torchvision, and tokens of its own
+        _write(out / PICTURES, _of_grid(pixels))
+        return
     side, vision = {"height": pixels.size, "width": pixels.size}, model.vision_config
     crops = pixels.fit == "crop"
     pictures = {
@@ -52,6 +55,21 @@ def write_processor(stored: StoredModel, out: Path) -> None:
     }
     for name, content in ((PICTURES, pictures), (ALL, whole)):
         _write(out / name, content)
+
+
+def _of_grid(pixels: GridPixels) -> dict[str, Any]:
+    grid = pixels.grid
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": grid.least, "longest_edge": grid.most},
+        "patch_size": grid.patch,
+        "merge_size": grid.merge,
+        "temporal_patch_size": grid.frames,
+        "resample": BICUBIC,
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+        "do_convert_rgb": pixels.channels == 3,
+    }
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

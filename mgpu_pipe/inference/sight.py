@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.image.decode import BadImageError, decode
+from mgpu_pipe.data.image.grids import TOO_LONG, GridPixels, chat_pixels
 from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.models.fields import places_of
+from mgpu_pipe.objectives.pictures import Picture, Pictures, pictures_of
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.load import LoadedRun
@@ -27,14 +26,12 @@ class Sight:
     """What a prompt's pictures become.
 
     Attributes:
-        pixels: the values of the pictures, (pictures, channels, height, width).
-        token: the id of the token that stands for a picture.
-        places: how many of them one takes.
+        kind: what the model wants to be given.
+        pictures: in their order.
     """
 
-    pixels: torch.Tensor
-    token: int
-    places: int
+    kind: Pictures
+    pictures: list[Picture]
 
     @classmethod
     def of(cls, run: LoadedRun, files: Sequence[Path]) -> Sight | None:
@@ -51,9 +48,24 @@ class Sight:
         model = ModelConfig(path=str(run.source)) if run.config is None else run.config.model
         data = PictureChatConfig() if run.config is None else run.config.data
         assert isinstance(data, PictureChatConfig)
-        pixels = Pixels.of(data, model)
-        shown = np.stack([pixels.array(pixels.fitted(_picture(file, pixels.channels))) for file in files])
-        return cls(torch.from_numpy(shown), int(config.image_token_id), places_of(config))
+        pixels, kind = chat_pixels(data, model), pictures_of(config)
+        shown = [_picture(file, pixels.channels) for file in files]
+        if isinstance(pixels, GridPixels):
+            places = [pixels.grid.places(image.height, image.width) for image in shown]
+            for file, sides in zip(files, places, strict=True):
+                if not all(sides):
+                    raise BadInputError(f"--image={file}: {TOO_LONG}; give another picture")
+        else:
+            places = [kind.blank().places] * len(shown)
+        values = (torch.from_numpy(pixels.array(pixels.fitted(image))) for image in shown)
+        return cls(kind, [Picture(*one) for one in zip(values, places, strict=True)])
+
+    def inputs(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
+        """What the model gets beside these expanded prompts, each of which has the pictures."""
+        longest = max(map(len, prompts))
+        rows = torch.tensor([[*[0] * (longest - len(ids)), *ids] for ids in prompts])
+        given = self.kind.inputs({"input_ids": rows, **self.kind.collated(rows, [self.pictures] * len(prompts))})
+        return {name: value.to(device) for name, value in given.items() if name not in ("input_ids", "use_cache")}
 
     def expanded(self, ids: Sequence[int]) -> list[int]:
         """A prompt's token ids with the places of its pictures.
@@ -61,11 +73,12 @@ class Sight:
         Raises:
             BadInputError: it has not as many pictures as there are.
         """
-        found = list(ids).count(self.token)
-        if found != len(self.pixels):
+        found, token = list(ids).count(self.kind.token), self.kind.token
+        if found != len(self.pictures):
             fix = f"write {PLACE} where each belongs, or nowhere"
-            raise BadInputError(f"the prompt has {found} places for {len(self.pixels)} pictures; {fix}")
-        return [one for token in ids for one in [token] * (self.places if token == self.token else 1)]
+            raise BadInputError(f"the prompt has {found} places for {len(self.pictures)} pictures; {fix}")
+        pictures = iter(self.pictures)
+        return [one for number in ids for one in [number] * (next(pictures).tokens if number == token else 1)]
 
 
 def with_places(text: str, pictures: int) -> str:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from mgpu_pipe.families.frames import Frames
-from mgpu_pipe.models.fields import picture_shape, places_of
+from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.objectives.pictures import pictures_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,13 +43,16 @@ def probe(model: PreTrainedModel) -> Inputs:
             return inputs
     text: Any = model.config.get_text_config()
     image = getattr(model.config, "image_token_id", None)
-    seen = 0 if image is None else places_of(model.config)
+    kind = None if image is None else pictures_of(model.config)
+    picture = None if kind is None else kind.drawn(generator)
+    seen = 0 if picture is None else picture.tokens
     tokens = seen + min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
     ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
-    if image is not None:
-        ids[ids == image] = 0
-        ids[0, 1 : 1 + seen] = image
-        inputs["pixel_values"] = torch.randn(1, *picture_shape(model.config), generator=generator)
+    if kind is not None and picture is not None:
+        ids[ids == kind.token] = 0
+        ids[0, 1 : 1 + seen] = kind.token
+        given = kind.inputs({"input_ids": ids, **kind.collated(ids, [[picture], *[[]] * (PROBE_ROWS - 1)])})
+        return {name: value.contiguous() for name, value in given.items() if name != "use_cache"}
     return {
         **inputs,
         "input_ids": ids,

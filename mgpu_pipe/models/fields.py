@@ -180,12 +180,18 @@ def _check_field(
     if annotation is not None and not _accepts(annotation, value):
         return [ConfigError(key, value, f"give {_described(annotation)}", "wrong type")]
     if name.endswith("_config") and isinstance(value, Mapping):
-        part = str(value.get("model_type", f"{model_type}_{name.removesuffix('_config')}_model"))
+        part = part_type(model_type, name, value)
         inner, items = config_class(part), [(one, given) for one, given in value.items() if one != "model_type"]
         return [error for one, given in items if inner for error in _check_field(part, inner, one, given, key)]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
         return _check_rope(key, value, rope_parameter_names(model_type))
     return []
+
+
+def part_type(model_type: str, name: str, fields: Mapping[str, Any]) -> str:
+    """``model_type`` of a model's part, which is configured by ``fields`` under ``name``, such as vision_config."""
+    usual = f"{model_type}_{name.removesuffix('_config')}"
+    return str(fields.get("model_type", usual if config_class(usual) else f"{usual}_model"))
 
 
 def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[BadInputError]:

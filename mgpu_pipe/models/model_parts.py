@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from mgpu_pipe.families.find import family_of
 from mgpu_pipe.families.parts import CONFIGS, PARTS, PROJECTOR
 
 
@@ -26,7 +27,13 @@ def part_patterns(model: nn.Module) -> dict[str, list[str]]:
         towers["language"].append(names[id(head)])
     inside = tuple(f"{name}." for several in towers.values() for name in several)
     found = {part: [f"{name}.*" for name in several] for part, several in towers.items()}
-    return {**found, PROJECTOR: list(_rest(model, "", inside))}
+    bridges = family_of(str(root.model_type)).projector  # inside of a tower
+    between = [name for name in names.values() if name.startswith(inside) and name.rpartition(".")[2] in bridges]
+    if between:
+        left_out = tuple(f"{name}." for name in between)
+        towers_alone = (_rest(model.get_submodule(name), f"{name}.", left_out) for name in towers["vision"])
+        found["vision"] = [pattern for several in towers_alone for pattern in several]
+    return {**found, PROJECTOR: [*(f"{name}.*" for name in between), *_rest(model, "", inside)]}
 
 
 def named(model: nn.Module, patterns: Sequence[str]) -> list[str]:

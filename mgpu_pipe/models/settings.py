@@ -25,7 +25,7 @@ NOT_MATHEMATICS = {
     "attn_implementation",
     "_attn_implementation",
 }
-PICTURE = ("image_token_index", "image_seq_length")
+PICTURE = ("image_token_index", "image_seq_length", "image_token_id")
 """The token of a picture in a text, and how many of them one takes."""
 LISTED = 8
 

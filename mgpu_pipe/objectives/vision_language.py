@@ -1,9 +1,10 @@
 """Answers to questions about pictures: the next token's cross-entropy over the answers of conversations.
 
 A sample is one row, filled up at its end; no token sees what is behind it, so there is no mask. Each picture stands in
-the row as many times as the language model gets vectors of it. A micro-batch without any picture gets a blank one, in
-a row of its own that counts nothing: every process then runs every part of the model in every pass, so none waits for
-another, and every part's gradients are there, and zero, also where a step happens to hold no picture.
+the row as many times as the language model gets vectors of it (:mod:`mgpu_pipe.objectives.pictures`). A micro-batch
+without any picture gets a blank one, in a row of its own that counts nothing: every process then runs every part of
+the model in every pass, so none waits for another, and every part's gradients are there, and zero, also where a step
+happens to hold no picture.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.models.fields import picture_shape, places_of
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.pictures import Picture, pictures_of
 from mgpu_pipe.objectives.vision_language_keys import DESCRIPTION, VisionLanguageConfig
 from mgpu_pipe.parallel.randomness import step_seed
 
@@ -50,6 +51,7 @@ class VisionLanguageObjective(Objective):
         super().__init__(model, optimizer_factory, learning_rate)
         self._config = cast(Any, model.config)
         self._config.use_cache = False
+        self._pictures = pictures_of(self._config)
         self._loss = TokenLoss(model, chunk_tokens)
 
     @classmethod
@@ -61,26 +63,12 @@ class VisionLanguageObjective(Objective):
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """``input_ids`` and ``labels``, int64, (rows, seq_len), labels shifted; ``pictures``, how many a row has,
-        int64, (rows,); ``pixel_values``, float32, (rows, most, channels, height, width), those first that there are."""
-        return BatchSpec(
-            {
-                "input_ids": Field(),
-                "labels": Field(padding=IGNORE_INDEX, target=True),
-                "pictures": Field(sequence_dim=None),
-                "pixel_values": Field(sequence_dim=None, dtype="float32", shape=(1, *picture_shape(self._config))),
-            }
-        )
+        """``input_ids`` and ``labels``, int64, (rows, seq_len), labels shifted; then the pictures."""
+        labels = Field(padding=IGNORE_INDEX, target=True)
+        return BatchSpec({"input_ids": Field(), "labels": labels, **self._pictures.fields})
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        ids, pixels = batch["input_ids"], batch["pixel_values"]
-        there = torch.arange(pixels.shape[1], device=pixels.device) < batch["pictures"].unsqueeze(1)
-        pixels = pixels[there]
-        if not len(pixels):
-            blank = ids.new_zeros(1, ids.shape[1])
-            blank[:, : places_of(self._config)] = self._config.image_token_id
-            ids, pixels = torch.cat([ids, blank]), pixels.new_zeros(1, *picture_shape(self._config))
-        return {"input_ids": ids, "pixel_values": pixels, "use_cache": False}
+        return self._pictures.inputs(batch)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
         """The model's arguments, and labels of as many rows."""
@@ -109,8 +97,8 @@ class VisionLanguageObjective(Objective):
         def draw(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=generator)
 
-        image, places = int(self._config.image_token_id), places_of(self._config)
-        most = (seq_len - SHORTEST) // places
+        image = self._pictures.token
+        most = (seq_len - SHORTEST) // (self._pictures.most_tokens + 1)
         ids = draw(0, int(self._config.get_text_config().vocab_size) - 1, samples, seq_len + 1)
         ids = torch.where(ids >= image, ids + 1, ids)
         counts = draw(0, most + 1, samples)
@@ -120,35 +108,35 @@ class VisionLanguageObjective(Objective):
         elif step % 3 == 1:
             counts[:] = 0
         counted = torch.zeros(samples, seq_len + 1, dtype=torch.bool)
+        shown: list[list[Picture]] = []
         for row, number in enumerate(counts.tolist()):
-            begin, text = int(draw(0, 2, 1)), number * places
-            ids[row, begin : begin + text] = image
-            end = int(draw(begin + text + 2, seq_len + 2, 1))
-            counted[row, int(draw(begin + text + 1, end, 1)) : end] = True
+            begin = int(draw(0, 2, 1))
+            shown.append([self._pictures.drawn(generator) for _ in range(number)])
+            for picture in shown[-1]:  # a token of text between each two
+                ids[row, begin : begin + picture.tokens] = image
+                begin += picture.tokens + 1
+            end = int(draw(begin + 2, seq_len + 2, 1))
+            counted[row, int(draw(begin + 1, end, 1)) : end] = True
             ids[row, end:] = 0
         if step % 3 == 2 and samples > 2:
             counted[-1] = False
-        pixels = torch.randn(samples, int(counts.max()), *picture_shape(self._config), generator=generator)
-        return {
-            "input_ids": ids[:, :-1].contiguous(),
-            "labels": ids.where(counted, torch.tensor(IGNORE_INDEX))[:, 1:].contiguous(),
-            "pictures": counts,
-            "pixel_values": pixels,
-        }
+        labels = ids.where(counted, torch.tensor(IGNORE_INDEX))[:, 1:].contiguous()
+        ids = ids[:, :-1].contiguous()
+        return {"input_ids": ids, "labels": labels, **self._pictures.collated(ids, shown)}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One conversation at a time, without what fills its row up; a blank picture only where no row has one."""
-        losses = []
-        if not batch["pictures"].any():
-            blank = torch.full((1, places_of(self._config)), int(self._config.image_token_id))
-            seen = forward(input_ids=blank, pixel_values=torch.zeros(1, *picture_shape(self._config)))
+        losses, kind = [], self._pictures
+        shown = [kind.of_row(batch, row) for row in range(len(batch["input_ids"]))]
+        if not any(shown):
+            blank = kind.blank()
+            seen = forward(**kind.alone(torch.full((blank.tokens,), kind.token), [blank]))
             losses.append(0.0 * seen.logits.float().sum())
-        for ids, labels, number, pixels in zip(*(batch[name] for name in self.batch_spec.fields), strict=True):
+        for ids, labels, pictures in zip(batch["input_ids"], batch["labels"], shown, strict=True):
             counted = (labels != IGNORE_INDEX).nonzero()
             if len(counted):
                 end = int(counted.max()) + 1
-                pictures = {"pixel_values": pixels[: int(number)]} if number else {}
-                logits = forward(input_ids=ids[None, :end], **pictures).logits[0].float()
+                logits = forward(**kind.alone(ids[:end], pictures)).logits[0].float()
                 losses.append(F.cross_entropy(logits, labels[:end], ignore_index=IGNORE_INDEX, reduction="sum"))
         return Reference(torch.stack(losses).sum())
 

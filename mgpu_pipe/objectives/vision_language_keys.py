@@ -12,6 +12,8 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
+OWN_SIZES = ("qwen2_5_vl", "qwen3_vl")
+"""Families whose pictures have sizes of their own."""
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 """Kinds of a model's part that sees, whose pictures take an equal number of places each."""
 
@@ -29,7 +31,7 @@ class VisionLanguageConfig(ObjectiveConfig):
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")
         kind = vision.get("model_type") if isinstance(vision, Mapping) else None
-        if kind in TOWERS:
+        if kind in TOWERS or fields.get("model_type") in OWN_SIZES:
             return []
         fix = f"use one of {', '.join(TOWERS)}"
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
@@ -60,6 +62,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=("llava",),
+    families=("llava", *OWN_SIZES),
     refused_axes=("pp", "cp", "ep"),
 )

@@ -16,7 +16,7 @@ from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.families.config_source import ConfigClass, config_class
 from mgpu_pipe.families.find import family_of
-from mgpu_pipe.models.fields import config_fields, is_noise, model_types, resolved_fields
+from mgpu_pipe.models.fields import config_fields, is_noise, model_types, part_type, resolved_fields
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.topology import ParallelDims
 
@@ -56,7 +56,9 @@ POSITIONS, BANDS = 16, 8
 """Of an encoder that reads spectrograms."""
 CONVOLUTION = 16
 """Channels of the convolutions that a waveform goes through."""
-TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index")
+TOKEN_IDS = (
+    *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index", "image_token_id"),
+)
 
 
 def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: int = 1) -> ModelConfig:
@@ -101,14 +103,15 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
     for name in TOWERS:
         part = dict(given.get(name) or {})
-        own_type = part.pop("model_type", None)
-        tower = own_type or f"{model_type}_{name.removesuffix('_config')}_model"
+        tower, own_type = part_type(model_type, name, part), part.pop("model_type", None)
         if name in known.names and config_class(tower):
             small = shrink_model(ModelConfig(type=tower, config=part), dims, seq_len).config
             changed[name] = {**small, "model_type": own_type} if own_type else small
     if "image_token_index" in known.names:  # several pictures fit into a row
         vision = changed["vision_config"]
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
+    if "video_token_id" in known.names:
+        changed["vision_config"] = _own_sizes(changed)
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(
@@ -119,6 +122,20 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
         freeze=in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
         compile=model.compile,
     )
+
+
+def _own_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The tower of pictures in sizes of their own: windows of two by two places, the language model's width."""
+    vision = dict(model["vision_config"])
+    merge, layers = int(vision.get("spatial_merge_size", 2)), int(vision["depth"])
+    vision["patch_size"] = min(int(vision.get("patch_size", PATCH)), PATCH)
+    vision["out_hidden_size"] = model["text_config"]["hidden_size"]
+    sizes = {
+        "window_size": 2 * merge * vision["patch_size"],
+        "fullatt_block_indexes": [layers - 1],
+        "deepstack_visual_indexes": list(range(layers)),
+    }
+    return {**vision, **{name: value for name, value in sizes.items() if name in vision}}
 
 
 def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
@@ -285,6 +302,9 @@ def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any
             sizes[name] = {
                 key: entry[: head_dim // 2] if isinstance(entry, list) else entry for key, entry in value.items()
             }
+            if "mrope_section" in value:  # frequencies of each of three axes
+                share = head_dim // 2 // 3
+                sizes[name]["mrope_section"] = [head_dim // 2 - 2 * share, share, share]
     return sizes
 
 

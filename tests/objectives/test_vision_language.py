@@ -297,7 +297,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     made = processor(images=Image.open(picture), text="<image>What?", return_tensors="pt")
     assert int((made["input_ids"] == exported.config.image_token_id).sum()) == 16
     sight = Sight.of(load_run(second), [Path(picture)])
-    assert sight is not None and torch.allclose(sight.pixels, made["pixel_values"].float(), atol=1e-5)
+    assert sight is not None and torch.allclose(sight.pictures[0].values, made["pixel_values"].float(), atol=1e-5)
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     inputs = {"pixel_values": pixels, "input_ids": ids}
     with torch.no_grad():

@@ -18,17 +18,19 @@ from tests.support.processes import run_processes
 
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
 
+SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny")
 OBJECTIVES = {
     **{"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"},
-    **{"vit_tiny": "image_classification", "clip_tiny": "contrastive", "llava_tiny": "vision_language"},
+    **{"vit_tiny": "image_classification", "clip_tiny": "contrastive"},
+    **dict.fromkeys(SEEING, "vision_language"),
     **{"wav2vec2_tiny": "ctc", "whisper_tiny": "speech_seq2seq"},
 }
 DATA = {
     **{"t5_tiny": "number_words", "vit_tiny": "digits"},
     **dict.fromkeys(("wav2vec2_tiny", "whisper_tiny"), "spoken_digits"),
-    **{"clip_tiny": "captioned_digits", "llava_tiny": "digit_questions"},
+    **{"clip_tiny": "captioned_digits", **dict.fromkeys(SEEING, "digit_questions")},
 }
-CLASSES = {"vit_tiny": 10, "clip_tiny": 8, "llava_tiny": 384, "whisper_tiny": 384}
+CLASSES = {"vit_tiny": 10, "clip_tiny": 8, "whisper_tiny": 384, **dict.fromkeys(SEEING, 384)}
 
 
 def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -46,7 +48,9 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "llama_tiny",
         "llava_tiny",
         "mixtral_tiny",
+        "qwen25_vl_tiny",
         "qwen3_tiny",
+        "qwen3_vl_tiny",
         "t5_tiny",
         "vit_tiny",
         "wav2vec2_tiny",
@@ -70,7 +74,7 @@ def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Pa
         "trainer.max_steps=2",
         "optimizer.lr=1e-6",
         "logger=none",
-        f"data.seq_len={64 if model == 'llava_tiny' else 32}",
+        f"data.seq_len={64 if model in SEEING else 32}",
         "data.global_batch_size=8",
         f"data.cache_dir={cache}",
         "data.validation_max_samples=8",
@@ -83,8 +87,8 @@ def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Pa
     for summary in run_processes(2, two_steps, str(tmp_path), overrides):
         assert summary["status"] == "finished" and summary["step"] == 2
         # Random tokens and weights: the loss starts at the logarithm of the vocabulary, and half the logits' variance
-        # above it, which is 1 in T5's and LLaVA's initial weights and nearly 0 in the others'.
-        start = math.log(CLASSES.get(model, 1024)) + 0.5 * (model in ("t5_tiny", "llava_tiny"))
+        # above it, which is 1 in T5's, LLaVA's and Qwen-VL's initial weights and nearly 0 in the others'.
+        start = math.log(CLASSES.get(model, 1024)) + 0.5 * (model in ("t5_tiny", *SEEING))
         # A transcript has many alignments, and more frames than characters.
         assert model == "wav2vec2_tiny" or abs(summary["metrics"]["val/loss"] - start) < 0.5
     assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()

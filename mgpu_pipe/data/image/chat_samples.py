@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.image.dataset import StoredPictures
+from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, row_positions
 from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.samples import SampleSet, Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.encode import TRAINED
@@ -34,7 +34,7 @@ class PictureChatSamples:
     ) -> None:
         assert isinstance(config.data, PictureChatConfig)
         self._config, self._data, self._known, self._reopen = config, config.data, prepared, reopen
-        self._pixels, self._trains = Pixels.of(config.data, config.model), split == "train"
+        self._pixels, self._trains = chat_pixels(config.data, config.model), split == "train"
         self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
         store, documents = TokenStore.open(prepared.folder_of(split)), prepared.documents(split)
         assert store.loss_mask is not None
@@ -42,7 +42,8 @@ class PictureChatSamples:
         self._start, self._end = store.offsets[documents], store.offsets[documents + 1]
         offsets, self._pictures = prepared.shown_in(split)
         self._first, self._last = offsets[documents], offsets[documents + 1]
-        self._length = self._end - self._start + (self._last - self._first) * (prepared.tokens_a_picture - 1)
+        self._places = prepared.places_in(split)
+        self._length = self._end - self._start + prepared.more_tokens(split)[documents]
         counted = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
         self._units = counted[self._end] - counted[np.minimum(self._start + 1, self._end)]
 
@@ -66,27 +67,54 @@ class PictureChatSamples:
         """The conversations ``indices``, as :mod:`mgpu_pipe.objectives.vision_language` describes them."""
         ids = np.full((len(indices), self._known.seq_len + 1), self._known.padding_token_id, np.int64)
         labels = np.full_like(ids, IGNORE_INDEX)
-        counts = self._last[indices] - self._first[indices]
-        side = (self._pixels.channels, self._pixels.size, self._pixels.size)
-        pixels = np.zeros((len(indices), int(counts.max()), *side), np.float32)
-        for row, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
+        for row, index in enumerate(indices.tolist()):
             self._fill(index, ids[row], labels[row])
-            random = random_of(self._config.seed, number)
-            for at, place in enumerate(self._pictures[self._first[index] : self._last[index]]):
-                image = self._stored.picture(int(place))
-                changed = (
-                    self._pixels.changed(image, self._data, random) if self._trains else self._pixels.fitted(image)
-                )
-                pixels[row, at] = self._pixels.array(changed)
-        arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:], "pictures": counts, "pixel_values": pixels}
+        shown = [self._shown(*one) for one in zip(indices.tolist(), numbers.tolist(), strict=True)]
+        arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
+        if isinstance(self._pixels, GridPixels):
+            grid = self._pixels.grid
+            patches = [np.concatenate(one) if one else np.zeros((0, grid.values), np.float32) for one in shown]
+            places = [self._places[self._of(index)] for index in indices.tolist()]
+            pictured = arrays["input_ids"] == self._known.image_token_id
+            arrays["position_ids"] = np.stack([row_positions(*one) for one in zip(pictured, places, strict=True)])
+            grids = [one * grid.merge for one in places]
+            arrays |= {"grids": _together(grids, (2,), np.int64), "pixel_values": _together(patches, (grid.values,))}
+        else:
+            arrays["pictures"] = self._last[indices] - self._first[indices]
+            side = (self._pixels.channels, self._pixels.size, self._pixels.size)
+            arrays["pixel_values"] = _together(shown, side)
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
+
+    def _of(self, index: int) -> slice:
+        """The pictures of a conversation among those shown."""
+        return slice(int(self._first[index]), int(self._last[index]))
+
+    def _shown(self, index: int, number: int) -> list[NDArray[np.float32]]:
+        """The pictures of a conversation, as the model sees them."""
+        random, pictures = random_of(self._config.seed, number), self._pictures[self._of(index)].tolist()
+        images = (self._stored.picture(place) for place in pictures)
+        changed = (
+            self._pixels.changed(image, self._data, random) if self._trains else self._pixels.fitted(image)
+            for image in images
+        )
+        return [self._pixels.array(image) for image in changed]
 
     def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         """Tokens and labels of a conversation, each picture's token as often as there are places for it."""
         piece = slice(int(self._start[index]), int(self._end[index]))
         tokens = self._tokens[piece].astype(np.int64)
-        often = np.where(tokens == self._known.image_token_id, self._known.tokens_a_picture, 1)
+        often = np.ones(len(tokens), np.int64)
+        often[tokens == self._known.image_token_id] = self._places[self._of(index)].prod(1)
         length = int(often.sum())
         ids[:length] = np.repeat(tokens, often)
         trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
         labels[:length][trained] = ids[:length][trained]
+
+
+def _together(rows: Sequence[Any], shape: tuple[int, ...], dtype: type[Any] = np.float32) -> NDArray[Any]:
+    """What each row has, filled up with zeros; ``shape`` is that of one thing."""
+    whole = np.zeros((len(rows), max(map(len, rows)), *shape), dtype)
+    for row, values in enumerate(rows):
+        if len(values):
+            whole[row, : len(values)] = values
+    return whole

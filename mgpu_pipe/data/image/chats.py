@@ -27,6 +27,7 @@ from mgpu_pipe.data.compressed import identity_of
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.image.chat_rows import COLUMN, QUESTIONS, ChatRow, rows_of
 from mgpu_pipe.data.image.digit_questions import digit_questions
+from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in, too_long
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.pixels import Pixels, of_vision
 from mgpu_pipe.data.image.prepare import known_digits, known_files, say_bad
@@ -40,7 +41,7 @@ from mgpu_pipe.data.text.sources import validation_source_config
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
-from mgpu_pipe.families.pictures import picture_places
+from mgpu_pipe.families.pictures import Grid, picture_places
 
 _FORMAT = 1
 TRAINED = "no picture"
@@ -64,6 +65,9 @@ class PreparedPictureChats(PreparedRows):
     held_out_pictures: Path
     image_token_id: int
     tokens_a_picture: int
+    """0 where pictures have sizes of their own."""
+    grid: Grid | None = None
+    """How these are cut."""
     num_conversations: int
     bad_samples: int
     """Conversations that were left out for a picture that cannot be used."""
@@ -84,13 +88,26 @@ class PreparedPictureChats(PreparedRows):
     def pictures_of(self, split: Split) -> Path:
         return self.pictures if split == "train" else self.held_out_pictures
 
+    def places_in(self, split: Split) -> NDArray[np.int64]:
+        """Places down and across of each of a split's shown pictures, (pictures, 2); zeros for one that cannot be used.
+
+        A picture of the one size that all have counts as so many down, and one across.
+        """
+        _, pictures = self.shown_in(split)
+        if self.grid is None:
+            return np.where(pictures[:, None] < 0, 0, np.array([[self.tokens_a_picture, 1]]))
+        places = places_of_shapes(self.grid, shapes_in(known_shapes(self.pictures_of(split))))
+        return np.concatenate([places, np.zeros((1, 2), np.int64)])[pictures]
+
+    def more_tokens(self, split: Split) -> NDArray[np.int64]:
+        """By how many tokens the pictures of each conversation of a split's folder make it longer."""
+        return _summed(self.places_in(split).prod(1) - 1, self.shown_in(split)[0])
+
     def faults(self, split: Split) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which conversations of a split's folder have a picture that cannot be used, and which others are too long."""
-        offsets, pictures = self.shown_in(split)
-        bad_before = np.concatenate([[0], np.cumsum(pictures < 0)])
-        bad = bad_before[offsets[1:]] > bad_before[offsets[:-1]]
+        bad = _summed(self.places_in(split).prod(1) == 0, self.shown_in(split)[0]) > 0
         store = TokenStore.open(self.folder_of(split))
-        return bad, (np.diff(store.offsets) + np.diff(offsets) * (self.tokens_a_picture - 1) > self.seq_len) & ~bad
+        return bad, (np.diff(store.offsets) + self.more_tokens(split) > self.seq_len) & ~bad
 
     def documents(self, split: Split) -> NDArray[np.int64]:
         documents = super().documents(split)
@@ -105,6 +122,8 @@ class PreparedPictureChats(PreparedRows):
         return [(self.num_conversations, "conversations"), *[entry for entry in left if entry[0]]]
 
     def model_fields(self) -> dict[str, Any]:
+        if self.grid is not None:
+            return {"image_token_id": self.image_token_id}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
     def complete(self, config: RunConfig) -> RunConfig:
@@ -114,7 +133,8 @@ class PreparedPictureChats(PreparedRows):
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         fields = {name: entry for name, entry in value.items() if name != "kind"}
-        return cls(**{**fields, **{name: Path(fields[name]) for name in cls.places}})
+        grid = Grid(**fields["grid"]) if fields.get("grid") else None
+        return cls(**{**fields, "grid": grid, **{name: Path(fields[name]) for name in cls.places}})
 
 
 def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -> PreparedPictureChats:
@@ -126,7 +146,9 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     """
     data = config.data
     assert isinstance(data, PictureChatConfig)
-    pixels, tokens = Pixels.of(data, config.model), _tokens_a_picture(config)
+    pixels = chat_pixels(data, config.model)
+    grid = pixels.grid if isinstance(pixels, GridPixels) else None
+    tokens = _tokens_a_picture(config) if grid is None else 0
     cache, told = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
@@ -135,7 +157,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
             held = _Rows.of(validation_source_config(config), "data.validation_paths", cache, told)
         tokenizer = resolve_tokenizer(config, [(train.plain, train.source)], cache, told)
         image = _image_token(config, tokenizer)
-        both = {id(one): one.known(pixels.channels, tokenizer, image, cache, told) for one in (train, held)}
+        both = {id(one): one.known(pixels, tokenizer, image, cache, told) for one in (train, held)}
     (folder, shown, pictures), (held_folder, held_shown, held_pictures) = both[id(train)], both[id(held)]
     known = PreparedPictureChats(
         folder=folder,
@@ -150,6 +172,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         held_out_pictures=held_pictures,
         image_token_id=image,
         tokens_a_picture=tokens,
+        grid=grid,
         num_conversations=sum(TokenStore.open(one).num_documents for one in {folder, held_folder}),
         bad_samples=0,
         long_samples=0,
@@ -173,7 +196,7 @@ def _counted(known: PreparedPictureChats, config: RunConfig, seen: tuple[object,
         left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
         raise DataError(f"data.source={data.source}: there is nothing to train on: {left}, {held} are held out")
     evaluated = min(held, data.validation_max_samples or held)
-    each = f"each picture takes {known.tokens_a_picture}"
+    each = "with their pictures" if known.grid else f"each picture takes {known.tokens_a_picture}"
     return replace(
         known,
         train_samples=train,
@@ -239,7 +262,7 @@ class _Rows:
         return cls(plain, Source(data.source, content, size, documents_of, "chat"), pictures, origins, entries)
 
     def known(
-        self, channels: int, tokenizer: TokenizerInfo, image: int, cache: Path, progress: Progress
+        self, pixels: Pixels, tokenizer: TokenizerInfo, image: int, cache: Path, progress: Progress
     ) -> tuple[Path, Path, Path]:
         """The folders of the tokens, of which pictures they have, and of the pictures; made where they are missing."""
         data = self.plain.data
@@ -248,8 +271,9 @@ class _Rows:
         if self.source.name == QUESTIONS:
             pictures = known_digits(cache)
         else:
-            pictures = known_files(data, self.entries, channels, cache, progress)
-        say_bad((read_manifest(pictures) or {})["bad"], data.on_bad_sample)
+            pictures = known_files(data, self.entries, pixels.channels, cache, progress)
+        long = too_long(pixels.grid, pictures) if isinstance(pixels, GridPixels) else []
+        say_bad([*(read_manifest(pictures) or {})["bad"], *long], data.on_bad_sample)
         shown = cache / "tokens" / f"{tokens.name}.shown-{digest_of(_FORMAT, pictures.name)}"
         build_once(shown, partial(self._write, tokens, image, pictures))
         return tokens, shown, pictures
@@ -272,6 +296,13 @@ class _Rows:
         return {"conversations": len(counts), "pictures": len(flat)}
 
 
+def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum of the values between each two offsets."""
+    before = np.concatenate([[0], np.cumsum(values)])
+    summed: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
+    return summed
+
+
 def _image_token(config: RunConfig, tokenizer: TokenizerInfo) -> int:
     """The id of the token that stands for a picture.
 
@@ -280,12 +311,15 @@ def _image_token(config: RunConfig, tokenizer: TokenizerInfo) -> int:
     """
     from tokenizers import Tokenizer
 
-    number: int | None = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json")).token_to_id(PLACE)
+    own = (model_field(config.model, name) for name in ("image_token_index", "image_token_id"))
+    known = next((one for one in own if one is not None), None)
+    read = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
+    number: int | None = read.token_to_id(PLACE)
+    if number is None and config.model.path is not None and known is not None and read.id_to_token(known) is not None:
+        return int(known)  # the model's own chat template writes another token
     if number is None:
         fix = "name a chat template by data.chat_template, with which it gets the token"
         raise ConfigError("data.tokenizer", config.data.tokenizer, fix, f"it has no token {PLACE}")
-    own = (model_field(config.model, name) for name in ("image_token_index", "image_token_id"))
-    known = next((one for one in own if one is not None), None)
     if config.model.path is not None and known != number:
         reason = f"its token {PLACE} is {number}, and the model's image_token_index {known}"
         raise ConfigError("data.tokenizer", config.data.tokenizer, "use the model's own tokenizer", reason)

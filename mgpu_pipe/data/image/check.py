@@ -8,6 +8,7 @@ from functools import partial
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.image.chat_rows import QUESTIONS, first_rows
 from mgpu_pipe.data.image.decode import pillow
+from mgpu_pipe.data.image.grids import chat_pixels
 from mgpu_pipe.data.image.keys import ImageConfig, PictureChatConfig
 from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.image.sources import DIGITS, digits_file, entries
@@ -43,7 +44,7 @@ def check_picture_chats(config: RunConfig) -> None:
     """
     data = config.data
     assert isinstance(data, PictureChatConfig)
-    checks: list[Callable[[], object]] = [pillow, lambda: Pixels.of(data, config.model)]
+    checks: list[Callable[[], object]] = [pillow, lambda: chat_pixels(data, config.model)]
     if data.source == QUESTIONS:
         checks.append(digits_file)
     elif data.paths:

@@ -59,6 +59,11 @@ class PictureChatConfig(ImageConfig):
     image_column: str = "images"
     """Name of the field with the paths of a conversation's pictures, seen from its list's folder; without it image is
     looked at (picture_chats)."""
+    min_pixels: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Pixels below which a picture is scaled up, for a model that takes pictures in sizes of their own (Qwen-VL); auto
+    is the model folder's, else as many as four places in the text have."""
+    max_pixels: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Pixels above which it is scaled down; auto is the model folder's, else as many as 1280 places have."""
 
     def sample_text(self) -> str:
         return f"conversations of {self.seq_len} tokens with {super().sample_text()}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fit: str
+    resampling: ClassVar[str] = "BILINEAR"
+    """Pillow's name."""
 
     @classmethod
     def of(cls, data: ImageConfig, model: ModelConfig) -> Pixels:
@@ -61,12 +64,7 @@ class Pixels:
         if own is not None and own not in (size, [size, size]):
             fix = "leave it out" if isinstance(own, int) else "use a model of square pictures"
             raise ConfigError("data.image_size", size, fix, f"the model's image_size is {own}")
-        folder = _preprocessor(model)
-        mean = _of_channels("data.mean", data.mean or folder.get("image_mean"), channels)
-        std = _of_channels("data.std", data.std or folder.get("image_std"), channels)
-        if min(std) <= 0:
-            raise ConfigError("data.std", list(std), "use numbers above 0")
-        return cls(size, channels, mean, std, data.fit)
+        return cls(size, channels, *normalised(data, preprocessor(model), channels), data.fit)
 
     def changed(self, image: Image, data: ImageConfig, random: np.random.Generator) -> Image:
         """A training sample: cut, turned, moved and mirrored at random, of the final size."""
@@ -87,19 +85,23 @@ class Pixels:
     def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
         """The picture, or a box (left, top, right, bottom) of it, in the final size."""
         image_module, _ = pillow()
-        width, height = image.size
+        (width, height), final = image.size, self.final_size(image)
         if box is None and self.fit == "crop" and width != height:
             side = min(width, height)
             left, top = (width - side) / 2, (height - side) / 2
             box = (left, top, left + side, top + side)
-        if box is None and image.size == (self.size, self.size):
+        if box is None and image.size == final:
             return image
-        return image.resize((self.size, self.size), image_module.Resampling.BILINEAR, box=box)
+        return image.resize(final, image_module.Resampling[self.resampling], box=box)
+
+    def final_size(self, image: Image) -> tuple[int, int]:
+        """Width and height that the model gets of a picture."""
+        return self.size, self.size
 
     def array(self, image: Image) -> NDArray[np.float32]:
         """Channels first, float32."""
         values = np.asarray(image, np.float32) / np.float32(255)
-        values = values.reshape(self.size, self.size, self.channels)
+        values = values.reshape(image.height, image.width, self.channels)
         normed = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         return np.ascontiguousarray(normed.transpose(2, 0, 1))
 
@@ -123,9 +125,9 @@ def of_vision(model: ModelConfig, name: str) -> Any:
         own = nested.get(name) if own is None and isinstance(nested, dict) else own
     own = model_field(model, name) if own is None else own
     kind = model.type if name == "model_type" else of_vision(model, "model_type") or model.type
-    known = config_class(str(kind)) if own is None and kind else None
-    usual = known.defaults.get(name, NO_DEFAULT) if known else NO_DEFAULT
-    return own if usual is NO_DEFAULT else usual
+    towers = (config_class(one) for one in (f"{kind}", f"{kind}_vision") if own is None and kind)
+    usual = (one.defaults.get(name, NO_DEFAULT) for one in towers if one is not None)
+    return next((one for one in usual if one is not NO_DEFAULT), own)
 
 
 def _whole(value: Any, otherwise: int) -> int:
@@ -134,7 +136,19 @@ def _whole(value: Any, otherwise: int) -> int:
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
-def _preprocessor(model: ModelConfig) -> dict[str, Any]:
+def normalised(
+    data: ImageConfig, folder: Mapping[str, Any], channels: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and deviation of each channel; raises as :meth:`Pixels.of`."""
+    mean = _of_channels("data.mean", data.mean or folder.get("image_mean"), channels)
+    std = _of_channels("data.std", data.std or folder.get("image_std"), channels)
+    if min(std) <= 0:
+        raise ConfigError("data.std", list(std), "use numbers above 0")
+    return mean, std
+
+
+def preprocessor(model: ModelConfig) -> dict[str, Any]:
+    """What the model folder says of its pictures."""
     if model.path is None:
         return {}
     file = local_folder(model.path) / "preprocessor_config.json"

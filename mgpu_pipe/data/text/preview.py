@@ -117,12 +117,22 @@ def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dic
     """A conversation as a packed row, each of its pictures one token, and its padding a document of its own."""
     ids = batch["input_ids"][row]
     pictures = ids == prepared.image_token_id
-    kept = ~pictures | ((pictures.cumsum(0) - 1) % prepared.tokens_a_picture == 0)
+    sizes = _tokens_of_pictures(batch, row, prepared)
+    firsts = sizes.cumsum(0) - sizes + 1
+    kept = ~pictures | (pictures.cumsum(0)[:, None] == firsts).any(1)
     ids, labels = ids[kept], batch["labels"][row][kept]
     end = int((ids != prepared.padding_token_id).nonzero()[-1]) + 2  # its own end is the padding's token too
     positions = pictures.new_ones(len(ids)).cumsum(0) - 1
     positions[end:] -= end
     return {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
+
+
+def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> torch.Tensor:
+    if prepared.grid is None:
+        number = batch["pictures"][row]
+        return number.new_full((int(number),), prepared.tokens_a_picture)
+    patches = batch["grids"][row].prod(-1)
+    return patches[patches > 0] // prepared.grid.merge**2
 
 
 def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:

@@ -1,0 +1,180 @@
+"""Pictures in sizes of their own, as Qwen-VL takes them: patches, and positions along three axes. No torch.
+
+A picture keeps its shape; its sides become multiples of what one vector of the language model sees. So the number of
+places that it takes in a row depends on its size, which is read once from its file's head and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.cache import build_once
+from mgpu_pipe.data.image.decode import FORMATS, MODES, pillow
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.pixels import Pixels, normalised, of_vision, preprocessor
+from mgpu_pipe.data.image.sources import DIGITS_SIDE, FILES
+from mgpu_pipe.data.text.token_store import load_array, save_array
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.pictures import LONGEST, Grid
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LEAST, MOST = 4, 1280
+"""Places of a picture, where nothing else is said."""
+TURNED = (5, 6, 7, 8)
+"""Values of EXIF's orientation whose pictures lie on their side."""
+ORIENTATION = 274
+TOO_LONG = f"is more than {LONGEST} times as long as wide"
+
+
+@dataclass(frozen=True)
+class GridPixels(Pixels):
+    """How pictures become patches.
+
+    Attributes:
+        grid: of the model; ``size`` is 0.
+    """
+
+    grid: Grid
+    resampling: ClassVar[str] = "BICUBIC"
+
+    @classmethod
+    def of_grid(cls, data: PictureChatConfig, model: ModelConfig, grid: Grid) -> Self:
+        """Of a run.
+
+        Raises:
+            ConfigError: sizes that are no whole numbers; one size for all pictures; bounds that no picture keeps.
+        """
+        if grid.channels not in MODES:
+            reason = "pictures are grey or RGB"
+            raise ConfigError("model.config.vision_config.in_channels", grid.channels, "use 1 or 3", reason)
+        if not all(isinstance(one, int) and one > 0 for one in (grid.patch, grid.merge, grid.frames)):
+            fix = "use whole numbers of at least 1 for it, spatial_merge_size and temporal_patch_size"
+            raise ConfigError("model.config.vision_config.patch_size", grid.patch, fix)
+        own = "the model takes pictures in sizes of their own"
+        if data.image_size != "auto":
+            raise ConfigError("data.image_size", data.image_size, "use auto, and data.max_pixels", own)
+        if data.fit != "squash":
+            raise ConfigError("data.fit", data.fit, "leave it out", own)
+        folder = preprocessor(model)
+        size, area = folder.get("size"), grid.side**2
+        named: Mapping[str, Any] = {**(size if isinstance(size, dict) else {}), **folder}
+        usual = (
+            named.get("min_pixels", named.get("shortest_edge")),
+            named.get("max_pixels", named.get("longest_edge")),
+        )
+        least, most = (
+            given if given != "auto" else known if isinstance(known, int) else places * area
+            for given, known, places in zip((data.min_pixels, data.max_pixels), usual, (LEAST, MOST), strict=True)
+        )
+        if most < max(least, area):
+            fix = f"use at least {max(least, area)}"
+            raise ConfigError(
+                "data.max_pixels", most, fix, f"a place has {area} pixels, and a picture at least {least}"
+            )
+        mean, std = normalised(data, folder, grid.channels)
+        return cls(0, grid.channels, mean, std, data.fit, replace(grid, least=least, most=most))
+
+    def final_size(self, image: Image) -> tuple[int, int]:
+        down, across = self.grid.places(image.height, image.width)
+        return across * self.grid.side, down * self.grid.side
+
+    def array(self, image: Image) -> NDArray[np.float32]:
+        """Patches, those of one place one after the other; float32, (patches, values)."""
+        values, merge, patch = super().array(image), self.grid.merge, self.grid.patch
+        down, across = (side // (merge * patch) for side in values.shape[1:])
+        cut = values.reshape(self.channels, down, merge, patch, across, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
+        still = np.repeat(cut[:, :, :, :, :, None], self.grid.frames, axis=5)
+        return still.reshape(-1, self.grid.values)
+
+
+def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
+    """How a run's pictures become arrays; raises as :meth:`Pixels.of` and :meth:`GridPixels.of_grid`."""
+    grid = Grid.of(partial(of_vision, model))
+    if grid is not None:
+        return GridPixels.of_grid(data, model, grid)
+    for name in ("min_pixels", "max_pixels"):
+        if getattr(data, name) != "auto":
+            raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")
+    return Pixels.of(data, model)
+
+
+def known_shapes(pictures: Path) -> Path:
+    """The folder with the height and width of each picture of a folder in the cache, made if it is not there."""
+    folder = pictures.with_name(f"{pictures.name}.shapes")
+    build_once(folder, partial(_write_shapes, pictures))
+    return folder
+
+
+def shapes_in(folder: Path) -> NDArray[np.int64]:
+    """Of :func:`known_shapes`, (pictures, 2)."""
+    return load_array(folder / "shapes.npy")
+
+
+def too_long(grid: Grid, pictures: Path) -> list[tuple[str, str]]:
+    """The files of a folder of pictures that Qwen's code refuses, and why."""
+    if not (pictures / FILES).is_file():
+        return []
+    paths = json.loads((pictures / FILES).read_text(encoding="utf-8"))["paths"]
+    places = places_of_shapes(grid, shapes_in(known_shapes(pictures)))
+    return [(paths[at], TOO_LONG) for at in np.flatnonzero(~places.any(1))]
+
+
+def _write_shapes(pictures: Path, out: Path) -> dict[str, Any]:
+    file = pictures / FILES
+    if file.is_file():
+        paths = json.loads(file.read_text(encoding="utf-8"))["paths"]
+        shapes = np.array([_shape(Path(path)) for path in paths], np.int64).reshape(-1, 2)
+    else:
+        shapes = np.full((len(load_array(pictures / "labels.npy")), 2), DIGITS_SIDE, np.int64)
+    save_array(out / "shapes.npy", shapes)
+    return {"pictures": len(shapes)}
+
+
+def _shape(path: Path) -> tuple[int, int]:
+    """Height and width, upright; the picture was decoded before."""
+    with pillow()[0].open(path, formats=FORMATS) as image:
+        width, height = image.size
+        return (width, height) if image.getexif().get(ORIENTATION) in TURNED else (height, width)
+
+
+def places_of_shapes(grid: Grid, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places down and across of pictures of these shapes, (pictures, 2); zeros for those that are too long."""
+    different, which = np.unique(shapes.reshape(-1, 2), axis=0, return_inverse=True)
+    found = np.array([grid.places(int(height), int(width)) for height, width in different], np.int64).reshape(-1, 2)
+    return found[which.reshape(-1)]
+
+
+def row_positions(pictures: NDArray[np.bool_], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each token of a row stands: in time, down and across, (3, tokens).
+
+    A text's token is one further along all axes than what is before it; a picture's places share one time and count
+    down and across from there, and what comes next stands behind the longer side (arXiv:2409.12191).
+
+    Args:
+        pictures: which of the row's tokens are a picture's, each of which has as many as places.
+        places: of the pictures, down and across, (pictures, 2).
+    """
+    positions = np.empty((3, len(pictures)), np.int64)
+    before = np.cumsum(places.prod(1)) - places.prod(1)
+    end = start = 0
+    for first, (down, across) in zip(np.flatnonzero(pictures)[before].tolist(), places.tolist(), strict=True):
+        positions[:, end:first] = start + np.arange(first - end)
+        start, end = start + first - end, first + down * across
+        positions[0, first:end] = start
+        positions[1, first:end] = start + np.repeat(np.arange(down), across)
+        positions[2, first:end] = start + np.tile(np.arange(across), down)
+        start += max(down, across)
+    positions[:, end:] = start + np.arange(len(pictures) - end)
+    return positions

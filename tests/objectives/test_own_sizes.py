@@ -1,0 +1,266 @@
+"""Qwen-VL. Oracle: transformers' own model and picture processor, one conversation at a time, in one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.grids import chat_pixels
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.model_parts import part_patterns
+from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.objectives.test_contrastive import verified
+from tests.objectives.test_vision_language import CLASS, said
+from tests.support import small_runs
+from tests.support.command import mgpu
+from tests.support.pictures import stored
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off")
+QWEN25, QWEN3 = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny"
+SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
+"""Height and width."""
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "strategy"),
+    [
+        (QWEN25, 1, ("strategy=single", "data.micro_batch_size=2")),
+        (QWEN3, 2, ("strategy=fsdp",)),
+        (QWEN25, 2, ("strategy=tp",)),
+        pytest.param(QWEN25, 2, ("strategy=zero3",), marks=pytest.mark.slow),
+        pytest.param(QWEN25, 2, ("strategy=fsdp",), marks=pytest.mark.slow),
+        pytest.param(QWEN3, 2, ("strategy=tp",), marks=pytest.mark.slow),
+        pytest.param(QWEN3, 2, ("strategy=zero3",), marks=pytest.mark.slow),
+        pytest.param(QWEN25, 4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        *(
+            pytest.param(model, 2, (f"strategy={name}", "data.micro_batch_size=2"), marks=pytest.mark.slow)
+            for model, name in ((QWEN3, "ddp"), (QWEN25, "ddp"), (QWEN25, "zero2"))
+        ),
+    ],
+)
+def test_text_and_pictures_of_any_size_on_any_rank_are_one_process(
+    model: str, processes: int, strategy: tuple[str, ...]
+) -> None:
+    """Whose positions are transformers' own. In one step of three no row has a picture."""
+    config = small_run(*GIVEN, model, "data.packing=none", f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def chats(folder: Path, *overrides: str) -> RunConfig:
+    """Conversations with none, one or two pictures, of four sizes."""
+    if not (folder / "chats.jsonl").exists():
+        folder.mkdir(exist_ok=True)
+        for seed, (name, size) in enumerate(SIZES.items()):
+            values = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+            (folder / f"{name}.png").write_bytes(stored(Image.fromarray(values)))
+        rows = [
+            *({"messages": said(f"<image> How is it, {name}?", name), "image": f"{name}.png"} for name in SIZES),
+            {"messages": said("Compare <image> and <image>.", "wide"), "images": ["wide.png", "high.png"]},
+            {"messages": said("Do you see me?", "No.")},
+        ]
+        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tower = "model.config.vision_config"
+    shape = (f"{tower}.in_channels=3", f"{tower}.temporal_patch_size=2", "model.config.text_config.vocab_size=300")
+    given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("data.chat_template=chatml", "data.seq_len=160", "data.max_pixels=1600", "data.validation_fraction=0.4")
+    steps = ("trainer.max_steps=4", "data.global_batch_size=4", "data.num_workers=0")
+    chosen = () if any(one.startswith("model=") for one in overrides) else (QWEN25,)
+    shape = () if "model=hf" in overrides else shape
+    return compose([*GIVEN, *chosen, *given, *more, *steps, *shape, *overrides])[0]
+
+
+run = partial(small_runs.run, chats)
+
+
+def test_a_picture_keeps_its_shape_and_tokens_stand_where_transformers_puts_them(tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    config = chats(tmp_path, "data.validation_fraction=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(SIZES) + 2)
+    batch, row = samples.batch(every, every), len(SIZES)
+    side = {name: 4 * torch.tensor(prepared.grid.places(*size)) for name, size in SIZES.items()}
+    assert {name: tuple(one.tolist()) for name, one in side.items()} == {
+        **{"wide": (12, 40), "high": (32, 16), "small": (8, 12), "large": (44, 32)}
+    }, "scaled up to four places, down to 1600 pixels, and to whole places else"
+    shown = [[name] for name in SIZES] + [["wide", "high"], []]
+    assert batch["grids"][row].tolist() == [(side["wide"] // 2).tolist(), (side["high"] // 2).tolist()]
+    amounts = [sum(int(side[name].prod()) // 16 for name in names) for names in shown]
+    pictured = batch["input_ids"] == prepared.image_token_id
+    assert pictured.sum(1).tolist() == amounts
+    assert samples.padding(every) == 160 * len(every) - int(samples._length.sum())
+    # transformers' processor makes the same patches and grids of each picture ...
+    grid, pixels = prepared.grid, samples._pixels
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": grid.least, "longest_edge": grid.most},
+        **{"patch_size": grid.patch, "merge_size": grid.merge, "temporal_patch_size": grid.frames},
+        **{"image_mean": list(pixels.mean), "image_std": list(pixels.std)},
+    )
+    model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").model  # type: ignore[union-attr]
+    for number, names in enumerate(shown):
+        if names:
+            own = processor([Image.open(tmp_path / f"{name}.png") for name in names], return_tensors="pt")
+            patches = batch["pixel_values"][number][: len(own["pixel_values"])]
+            assert torch.allclose(patches, own["pixel_values"], atol=1e-5)
+            assert not batch["pixel_values"][number][len(patches) :].any()
+            # ... and its model the same positions of each row.
+            found, _ = model.get_rope_index(
+                batch["input_ids"][number][None], pictured[number][None].int(), own["image_grid_thw"]
+            )
+            assert torch.equal(batch["position_ids"][number], found[:, 0])
+    assert torch.equal(batch["position_ids"][-1], torch.arange(160).expand(3, -1))
+    text = ["".join(part.text for part in one) for one in parts_of(prepared, samples, every, every, True)]
+    assert [one.count("<image>") for one in text] == list(map(len, shown)), "as people are shown them"
+    most = int(samples._length.max()) - 1
+    short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={most}"))
+    assert (
+        short.train_samples == 5 and f"1 conversations of more than {most} tokens (with their pictures)" in short.told
+    )
+
+
+def test_a_picture_that_is_too_long_stops_or_is_left_out(tmp_path: Path) -> None:
+    chats(tmp_path)
+    (tmp_path / "small.png").write_bytes(stored(Image.new("RGB", (402, 2))))
+    with pytest.raises(DataError, match=r"small.png is more than 200 times as long as wide.*on_bad_sample=skip"):
+        prepare(chats(tmp_path))
+    prepared: Any = prepare(chats(tmp_path, "data.on_bad_sample=skip", "data.validation_fraction=0"))
+    assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in sizes of their own"),
+        ((QWEN25, "data.fit=crop"), "data.fit=crop: the model takes pictures in sizes of their own"),
+        ((QWEN3, "data.max_pixels=15"), "data.max_pixels=15: a place has 16 pixels"),
+        (("model=llava_tiny", "data.max_pixels=99"), "data.max_pixels=99: the model's pictures have one size"),
+        ((QWEN25, "model.config.vision_config.in_channels=4"), "pictures are grey or RGB"),
+    ],
+)
+def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str, ...], expected: str) -> None:
+    config = compose([*GIVEN, "data=picture_chats", "data.paths=[chats.jsonl]", *overrides])[0]
+    assert isinstance(config.data, PictureChatConfig)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        chat_pixels(config.data, config.model)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in sizes of their own"),
+        ((QWEN3, "strategy=pp", "trainer.devices=2"), "objective.name=vision_language"),
+        pytest.param(
+            (QWEN25, "strategy=cp", "trainer.devices=2"), "objective.name=vision_language", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (QWEN3, "strategy=tp", "trainer.devices=2", "strategy.sequence_parallel=true"),
+            *("strategy.sequence_parallel",),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (QWEN25, "model.config.vision_config.depht=4"), "model.config.vision_config.depth?", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_bad_input_is_told_before_the_run(
+    cache: Path, tmp_path: Path, overrides: tuple[str, ...], expected: str
+) -> None:
+    given = ("data=picture_chats", f"data.paths=[{tmp_path / 'chats.jsonl'}]", "data.chat_template=chatml")
+    chats(tmp_path)
+    out = mgpu(cache, tmp_path, "check", *GIVEN, *given, *overrides, code=2)
+    assert expected in out and "Traceback" not in out
+
+
+def test_the_merger_is_the_projector_and_shipped_models_have_their_published_size() -> None:
+    model = build_meta(compose(["model=qwen25_vl_7b"])[0].model, CLASS)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(8292.2, rel=1e-4)
+    parts = part_patterns(model)
+    assert parts["projector"] == ["model.visual.merger.*"]
+    assert parts["vision"] == ["model.visual.patch_embed.*", "model.visual.blocks.*"]
+    assert parts["language"] == ["model.language_model.*", "lm_head.*"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "name"), [(QWEN25, "Qwen2_5_VL"), (QWEN3, "Qwen3VL")])
+def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str
+) -> None:
+    import transformers
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.sight import Sight
+
+    whole = run(tmp_path / "whole", 1, model, "strategy=single")
+    run(tmp_path / "first", 2, model, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, model, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    second, pictures = tmp_path / "second", [tmp_path / "high.png", tmp_path / "large.png"]
+    asked = ["generate", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
+    shown = [word for picture in pictures for word in ("--image", str(picture))]
+    assert main([*asked, "--prompt", "Is <image> or <image> high?", *shown]) == 0
+    answer = capsys.readouterr().out.strip()
+    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    exported, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    # Its own picture processor, positions and generation write the same.
+    processor = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil.from_pretrained(
+        tmp_path / "out"
+    )
+    made = processor([Image.open(picture) for picture in pictures], return_tensors="pt")
+    loaded = load_run(second)
+    sight = Sight.of(loaded, pictures)
+    assert sight is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    places = ["<image>" * (int(one.prod()) // 4) for one in made["image_grid_thw"]]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Is {} or {} high?".format(*places)}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    inputs = {"input_ids": ids, **made, "mm_token_type_ids": (ids == exported.config.image_token_id).int()}
+    ours = sight.inputs(ids.tolist(), torch.device("cpu"))
+    with torch.no_grad():
+        plain = exported(**inputs).logits
+        assert torch.allclose(loaded.model(input_ids=ids, **ours).logits, plain, rtol=0, atol=1e-5)
+    wrote = exported.generate(**inputs, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
+    assert tokenizer.decode(wrote, skip_special_tokens=True).strip() == answer
+    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
+    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+
+
+def test_a_blank_picture_changes_nothing() -> None:
+    small = small_run(*GIVEN, QWEN3, "data.packing=none", "trainer.devices=1", "strategy=single").model
+    objective = VisionLanguageObjective(materialise(build_meta(small, CLASS), 1, "cpu"), None, lambda step: 1.0, 7)
+    batch = objective.random_batch(3, 1, 4, 32, packed=False)
+    assert not batch["grids"].numel()
+    inputs = objective.model_inputs(batch)
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 2]] and inputs["input_ids"].shape == (5, 32)
+    objective.micro_batch_loss(batch).backward()  # type: ignore[no-untyped-call]
+    model: Any = objective.model
+    seeing = [p.grad for name, p in model.named_parameters() if ".visual." in name]
+    assert all(grad is not None and not grad.any() for grad in seeing), "gradients are there, and zero"
+    assert (batch["labels"] != IGNORE_INDEX).any()
