@@ -54,10 +54,10 @@ def verified(config: RunConfig, detached: bool = False) -> list[Worst]:
         (2, ("strategy=fsdp",)),
         (2, ("strategy=tp",)),
         (2, ("strategy=zero3",)),
-        pytest.param(4, ("strategy=ddp",), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=ddp",), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         pytest.param(8, ("strategy=ddp", "data.global_batch_size=16"), marks=pytest.mark.exhaustive),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.slow) for stage in (1, 2)),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
     ],
 )
 def test_every_strategy_is_the_whole_batch_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:

@@ -56,9 +56,9 @@ def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
         (2, ("strategy=ddp",)),
         (2, ("strategy=fsdp", "data.micro_batch_size=2")),
         (2, ("strategy=tp",)),
-        pytest.param(4, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.slow),
+        pytest.param(4, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.slow) for stage in (1, 2, 3)),
+        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
     ],
 )
 def test_every_strategy_is_one_document_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:

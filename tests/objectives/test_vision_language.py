@@ -42,7 +42,7 @@ CLASS = "AutoModelForImageTextToText"
         (2, ("strategy=tp",)),
         (2, ("strategy=zero3", "model.config.vision_feature_layer=-2")),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        pytest.param(2, ("strategy=zero2",), marks=pytest.mark.slow),
+        pytest.param(2, ("strategy=zero2",), marks=pytest.mark.exhaustive),
     ],
 )
 def test_text_and_pictures_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
