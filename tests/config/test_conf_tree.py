@@ -47,6 +47,7 @@ NEEDS_MORE = {
     ("data", "digits"),
     ("experiment", "vit_digits"),  # needs scikit-learn
     ("experiment", "clip_digits"),
+    ("experiment", "clip_vit_b32_ddp"),
     ("model", "clip_tiny"),
     ("model", "clip_vit_b32"),
     ("model", "clip_vit_l14"),

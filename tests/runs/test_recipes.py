@@ -12,6 +12,7 @@ from tests.verify.support import small_run
 
 EIGHT = ("trainer.num_nodes=1", "trainer.devices=8")
 RECIPES = {
+    "clip_vit_b32_ddp": ("trainer.devices=2",),
     "llama3_8b_lora_8gpu": ("trainer.devices=2",),
     "llama3_70b_qlora_8gpu": ("trainer.devices=2",),
     "llama3_70b_megatron": (*EIGHT, "strategy.tp=2", "strategy.pp=2"),
@@ -20,6 +21,8 @@ RECIPES = {
     "qwen3_8b_sft_fsdp": ("trainer.devices=4",),
 }
 """With fewer processes, on the same axes."""
+STEPS = {"clip_vit_b32_ddp": 8}
+"""Else three, in which the noise of its key biases' gradients, zero in exact arithmetic, would be a matter of luck."""
 
 
 def test_every_recipe_is_here() -> None:
@@ -35,11 +38,11 @@ def test_a_machine_without_gpus_checks_it(name: str, capsys: pytest.CaptureFixtu
     assert "precision   bf16 (auto)" in capsys.readouterr().out
 
 
-def verified(overrides: list[str]) -> list[tuple[str, bool]]:
+def verified(overrides: list[str], steps: int) -> list[tuple[str, bool]]:
     from mgpu_pipe.verify.bounds import worst_of
     from mgpu_pipe.verify.comparison import compare
 
-    return [(one.quantity, one.passed) for one in worst_of(compare(small_run(*overrides)))]
+    return [(one.quantity, one.passed) for one in worst_of(compare(small_run(*overrides, steps=steps)))]
 
 
 @pytest.mark.parametrize(
@@ -48,5 +51,5 @@ def verified(overrides: list[str]) -> list[tuple[str, bool]]:
 )
 def test_a_small_copy_of_it_is_one_process(name: str) -> None:
     overrides = [f"experiment={name}", *RECIPES[name]]
-    found = run_processes(compose(overrides)[0].trainer.devices, verified, overrides)[0]
+    found = run_processes(compose(overrides)[0].trainer.devices, verified, overrides, STEPS.get(name, 3))[0]
     assert dict(found) == dict.fromkeys(["initial weights", "loss", "gradient norm", "gradient", "weights"], True)
