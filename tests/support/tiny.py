@@ -93,8 +93,8 @@ def model_class(source: ModelConfig) -> str | None:
     """transformers' class for a type that has no causal language model."""
     two_towers = dict.fromkeys(("clip", "siglip"), "AutoModelForZeroShotImageClassification")
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
-    known.update({"llava": "AutoModelForImageTextToText", "wav2vec2": "AutoModelForCTC"})
-    known["whisper"] = "AutoModelForSpeechSeq2Seq"
+    known |= dict.fromkeys(("llava", "qwen2_5_vl", "qwen3_vl"), "AutoModelForImageTextToText")
+    known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}
     return known.get(str(source.type))
 
 
