@@ -11,7 +11,7 @@ from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.data.audio.keys import SpokenDigitsConfig
-from mgpu_pipe.data.image.keys import CaptionConfig
+from mgpu_pipe.data.image.keys import CaptionConfig, PictureChatConfig
 from mgpu_pipe.data.text.mixture_keys import MixtureConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.launch.slurm_keys import SlurmConfig
@@ -58,7 +58,8 @@ def test_every_schema_key_can_be_set_without_a_plus():
     assert errors == []
     own = {key for key in settable if key.startswith("objective.") and key != "objective.name"}  # of one objective only
     own |= {f"launch.{name}" for name in own_keys(SlurmConfig)}
-    own |= {f"data.{name}" for keys in (CaptionConfig, MixtureConfig, SpokenDigitsConfig) for name in own_keys(keys)}
+    of_data = (CaptionConfig, MixtureConfig, PictureChatConfig, SpokenDigitsConfig)
+    own |= {f"data.{name}" for keys in of_data for name in own_keys(keys)}
     own |= {"strategy.deepspeed_config", "optimizer.groups", "eval.tasks"}  # mappings, to which keys are added
     assert good == [f"{'++' if key in own else ''}{key}=1" for key in settable]
 
