@@ -2,13 +2,12 @@
 
 The starts stand in the place of the attention mask: models hand that to every layer as it is, also where a block is
 compiled, recomputed or cut by a pipeline. Which implementation runs is chosen for each call: for bf16 and fp16 on CUDA
-the flash kernel of sequences of varying lengths (Dao 2023, "FlashAttention-2", arXiv:2307.08691), for all else a mask
-made from the starts.
+the flash kernel of sequences of varying lengths (Dao 2023, "FlashAttention-2", arXiv:2307.08691), on the CPU one
+document after another, for all else a mask made from the starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -127,21 +126,23 @@ def _attention(
     if attention_mask is not None and attention_mask.dtype == torch.int32:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         window: int | None = kwargs.get("sliding_window")
-        if not dropout and _flash_computes(query, value, kwargs):
+        plain = not dropout and all(kwargs.get(name) is None for name in BEYOND_FLASH)
+        if plain and _flash_computes(query, value):
             return _flash(query, key, value, attention_mask, causal, window, scaling), None
+        if plain and query.device.type == "cpu" and not torch.compiler.is_compiling():
+            return _each_document(query, key, value, attention_mask, causal, window, scaling), None
         attention_mask, is_causal = mask_of(attention_mask, query.shape[0], query.shape[2], causal, window), False
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
 
 
-def _flash_computes(query: torch.Tensor, value: torch.Tensor, wanted: Mapping[str, Any]) -> bool:
+def _flash_computes(query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
         query.is_cuda
         and query.dtype in FLASH_DTYPES
         and query.shape[-1] in FLASH_HEAD_SIZES
         and value.shape[-1] == query.shape[-1]
-        and all(wanted.get(name) is None for name in BEYOND_FLASH)
         and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
     )
 
@@ -172,3 +173,29 @@ def _flash(
         window_size_right=0 if causal else None,
     )[0]
     return out.view(rows, tokens, *out.shape[1:])
+
+
+def _each_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """One document after another, so that nothing is computed of what others hold."""
+    rows, heads, tokens, _ = query.shape
+    lengths = [length for length in starts[0, 0, 0].diff().tolist() if length]
+    groups = heads // key.shape[1]
+    end_to_end = (states.transpose(0, 1).flatten(1, 2) for states in (query, key, value))
+    documents = zip(*(states.split(lengths, 1) for states in end_to_end), strict=True)
+    out = []
+    for length, (queries, keys, values) in zip(lengths, documents, strict=True):
+        mask = None
+        if window is not None and window < length:
+            mask = mask_of(starts.new_tensor([[[[0, length]]]]), 1, length, causal, window)
+        keys, values = (states.repeat_interleave(groups, 0)[None] for states in (keys, values))
+        plain = causal and mask is None
+        out.append(F.scaled_dot_product_attention(queries[None], keys, values, mask, 0.0, plain, scale=scaling)[0])
+    return torch.cat(out, 1).unflatten(1, (rows, tokens)).permute(1, 2, 0, 3)

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+LONG_ROW = 512
+"""Tokens of a row from which attention by documents is faster on the CPU than a mask."""
+
+
 def reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
     """Whether each rank reads its own parts of a folder's weights, or bytes of them, and none the whole."""
     if config.strategy.engine == "deepspeed":
@@ -47,7 +51,8 @@ def build_model(
     model, fill = _model_and_filler(config, device, sharded)
     model.config.use_cache = False
     fix_rotary_length(model, config.data.seq_len)
-    if device.type == "cuda" and config.model.attn_implementation == "auto":
+    long_rows = device.type == "cuda" or config.data.seq_len >= LONG_ROW
+    if long_rows and config.model.attn_implementation == "auto":
         use_packed_attention(model)
     return model, fill
 
