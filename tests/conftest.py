@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import compileall
 import gc
+import logging
 import os
 import signal
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,13 @@ def pytest_collection_finish() -> None:
 def nothing_concealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test's environment conceals is not concealed in the next one's messages: a program begins with none."""
     monkeypatch.setattr(errors, "_hidden", {})
+
+
+@pytest.fixture(autouse=True)
+def nothing_silenced() -> Iterator[None]:
+    """A test that turns warnings off turns them on again; others look for theirs."""
+    yield
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ import os
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -192,11 +194,16 @@ def _told(kind: str, failure: Exception) -> Cell:
     return {"is": kind, "why": f"{type(failure).__name__}: {said} ({Path(where.filename).name}:{where.lineno})"}
 
 
-def quiet() -> None:
-    """One thread an operation, and no warnings of libraries."""
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings of libraries; as before when left."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def try_family(family: str, first: int | None = None, compiled: bool = False, context: Any = None) -> dict[str, Cell]:
@@ -308,7 +315,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="try so many variants of each family")
     parser.add_argument("families", nargs="*")
     arguments = parser.parse_args()
-    quiet()
+    torch.set_num_threads(1)
+    with quiet():
+        fill_in(arguments)
+
+
+def fill_in(arguments: argparse.Namespace) -> None:
+    """Try what the command line asks for, and write the table after each family."""
     table: dict[str, Any] = {}
     if arguments.table.exists():
         table = json.loads(arguments.table.read_text(encoding="utf-8"))["families"]

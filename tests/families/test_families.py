@@ -54,10 +54,10 @@ def test_the_table_has_every_family_and_nothing_wrong() -> None:
 
 @pytest.mark.parametrize("family", sorted(SAMPLED))
 def test_a_variant_is_what_the_table_says(family: str) -> None:
-    quiet()
     wanted = SAMPLED[family]
     (variant,) = [one for one in variants(family) if one.name == wanted]
-    found = outcomes(cells_of([variant]))
+    with quiet():
+        found = outcomes(cells_of([variant]))
     assert found[wanted] == outcomes(table()[family])[wanted]
     assert not set(BAD) & set(found[wanted].values())
 
@@ -67,7 +67,7 @@ def test_a_variant_is_what_the_table_says(family: str) -> None:
 def test_every_variant_is_what_the_table_says(family: str) -> None:
     from tests.families.sweep import try_family
 
-    quiet()
     compiled = any("compile" in cell for cell in table()[family].values())
-    cells = try_family(family, compiled=compiled)
+    with quiet():
+        cells = try_family(family, compiled=compiled)
     assert outcomes(cells) == outcomes(table()[family]), cells
