@@ -16,10 +16,12 @@ sample, reduce-scatters their gradients, and tells how many samples each process
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import zipfile
 from collections.abc import Callable
 from math import log
@@ -34,7 +36,7 @@ from torch.distributed.nn import functional as collectives
 
 from benchmarks.collectives import Counted, _Mode
 from benchmarks.processes import run_group
-from benchmarks.support import finish
+from benchmarks.support import KEEPING, finish
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from mgpu_pipe.parallel.memory import AllocationWatch
 from mgpu_pipe.planner.traffic import all_reduced, exchanged
@@ -136,6 +138,7 @@ def measure(file: str | None, samples: int, width: int) -> dict[str, list[float]
     Args:
         file: open_clip's ``loss.py``; it is left out without one.
     """
+    warnings.filterwarnings("ignore", category=FutureWarning)  # open_clip's way to gather, by torch
     collectives._AllGather = _GatherGradients
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
@@ -183,6 +186,7 @@ def loss_file(folder: str) -> str:
 
 def main(samples: int, width: int) -> None:
     rows: list[list[Any]] = []
+    os.environ.update(KEEPING)  # for the processes that are started
     with tempfile.TemporaryDirectory() as folder:
         file = loss_file(folder)
         for size in WORLDS:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.step_time import framework_block, plain_block, plain_loss
-from benchmarks.support import finish
+from benchmarks.support import KEEPING, finish
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.models.build import build_meta, materialise
@@ -35,8 +35,6 @@ BLOCKS, STEPS, WARM_UP = 3, 14, 3
 COMMON = ("model=llama_small", "checkpoint=none", "data.validation_fraction=0", "logger=none", "trainer.progress=off")
 TEACHER = {"hidden_size": 512, "intermediate_size": 1536}
 PAIRS, ANSWER_TOKENS = 400, 100
-KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(8 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
-"""glibc reads them when a program starts."""
 
 
 def with_peft(model: Any) -> Any:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(8 << 30), "MALLOC_TRIM_THRESHOLD_": str(8 << 30)}
+"""Keeps glibc from giving freed memory back, which a virtual machine makes slow; read when a program starts."""
 PACKAGES = ("torch", "pytorch-lightning", "transformers", "hydra-core", "numpy")
 
 

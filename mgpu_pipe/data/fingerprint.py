@@ -117,12 +117,17 @@ def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
 
 
-def read_part(path: Path, offset: int, expected: Fingerprint) -> bytes:
-    """Bytes of a data file, from ``offset`` on, that are ``expected``; raises as :func:`open_data`."""
-    with open_data(path) as file:
-        file.seek(offset)
-        raw = file.read(expected.size)
-    if [block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)] != list(expected.blocks):
+def read_part(path: Path, expected: Fingerprint, offset: int | None = None) -> bytes:
+    """What a data file holds, from ``offset`` on or else all of it, at once; raises as :func:`open_data`."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset or 0)
+            raw = file.read(-1 if offset is None else expected.size)
+    except OSError:
+        check_readable(path)
+        raise
+    blocks = tuple(block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES))
+    if Fingerprint(len(raw), blocks) != expected:
         raise ChangedFileError(path)
     return raw
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -89,16 +89,14 @@ class ContrastiveObjective(GlobalBatchObjective):
     def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:
         return {"labels": batch["labels"]}
 
-    def losses(self, features: Features, rows: slice) -> torch.Tensor:
-        images, texts = features["images"], features["texts"]
-        own = torch.arange(len(images), device=images.device)[rows]
-        by_picture = images[rows] @ texts.T
+    def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         if self._pairwise:
-            matches = own[:, None] == torch.arange(len(texts), device=own.device)
-            return -F.logsigmoid(torch.where(matches, by_picture, -by_picture)).sum(1)
-        by_caption = texts[rows] @ images.T
-        both = [F.cross_entropy(logits, own, reduction="none") for logits in (by_picture, by_caption)]
-        return (both[0] + both[1]) / 2
+            return _compared(_pairs, "images", "texts", features, rows, gradients)
+        by_picture = _compared(_nearest, "images", "texts", features, rows, gradients)
+        by_caption = _compared(_nearest, "texts", "images", features, rows, gradients)
+        for gradient in (gradients or {}).values():
+            gradient.div_(2)
+        return (by_picture + by_caption) / 2
 
     def met(self, features: Features, rows: slice) -> None:
         self._held_out.append((features, rows))
@@ -153,6 +151,49 @@ class ContrastiveObjective(GlobalBatchObjective):
             return Reference(-(logits.float() * signs).sigmoid().log().sum())
         logs = logits.float().log_softmax(1).diagonal() + logits.float().log_softmax(0).diagonal()
         return Reference(-logs.sum() / 2)
+
+
+def _compared(
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    of: str,
+    to: str,
+    features: Features,
+    rows: slice,
+    gradients: Features | None,
+) -> torch.Tensor:
+    """The losses of some features, each of which belongs to the other of its number; their gradients are added.
+
+    The products held at a time are at most a quarter of the other features.
+    """
+    queries, keys = features[of], features[to]
+    losses, at_once = [queries.new_zeros(0)], max(1, keys.shape[1] // 4)
+    for begin in range(rows.start, rows.stop, at_once):
+        some = slice(begin, min(begin + at_once, rows.stop))
+        logits = queries[some] @ keys.T
+        losses.append(loss(logits, torch.arange(some.start, some.stop, device=keys.device)[:, None]))
+        if gradients:
+            gradients[of][some].addmm_(logits, keys)
+            gradients[to].addmm_(logits.T, queries[some])
+        del logits  # before the next ones are computed
+    return torch.cat(losses)
+
+
+def _nearest(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of each row, whose right column is ``own``; ``logits`` become its gradients."""
+    highest = logits.amax(1, keepdim=True)
+    right = logits.gather(1, own) - highest
+    total = logits.sub_(highest).exp_().sum(1, keepdim=True)
+    logits.div_(total).scatter_add_(1, own, torch.full_like(right, -1))
+    return (total.log() - right).squeeze(1)
+
+
+def _pairs(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Whether each column is the right one, asked of each by itself; ``logits`` become the gradients of each row's
+    sum (Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training")."""
+    logits.scatter_(1, own, -logits.gather(1, own))
+    losses = F.softplus(logits).sum(1)
+    logits.sigmoid_().scatter_(1, own, -logits.gather(1, own))
+    return losses
 
 
 OBJECTIVE = ContrastiveObjective

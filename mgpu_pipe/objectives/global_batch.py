@@ -41,8 +41,13 @@ class GlobalBatchObjective(Objective):
         """
 
     @abstractmethod
-    def losses(self, features: Features, rows: slice) -> torch.Tensor:
-        """The losses of some samples, shape (rows,), from the fp32 features of all of them; uses no parameter."""
+    def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+        """The losses of some samples, shape (rows,), from the fp32 features of all of them; uses no parameter.
+
+        Args:
+            gradients: to these, by name, the gradients of the losses' sum by all features are added; None if they are
+                not wanted. No graph is kept, so that never more than a few rows are compared with all at a time.
+        """
 
     def meet(self, batches: Sequence[Mapping[str, torch.Tensor]], counted: int, world: Together) -> None:
         device = next(self.model.parameters()).device
@@ -59,23 +64,23 @@ class GlobalBatchObjective(Objective):
             name: torch.cat([like[:0], *[features[name] for features in encoded[:counted]]]).float()
             for name, like in encoded[0].items()
         }
-        gathered, first = world.gather_samples(mine)
-        whole = {name: features.requires_grad_() for name, features in gathered.items()}
+        whole, first = world.gather_samples(mine)
         rows = slice(first, first + len(next(iter(mine.values()))))
-        with torch.set_grad_enabled(training):
-            losses = self.losses(whole, rows)
-        gradients = {name: like[:0] for name, like in whole.items()}
-        if training:
-            parts = torch.autograd.grad(losses.sum(), list(whole.values()))
-            gradients = {name: world.sum_of_own(part, rows) for name, part in zip(whole, parts, strict=True)}
+        del mine
+        parts = {name: torch.zeros_like(value) for name, value in whole.items()} if training else None
+        with torch.no_grad():
+            losses = self.losses(whole, rows, parts)
+        if parts is not None:
+            gradients = {name: world.sum_of_own(parts.pop(name), rows) for name in whole}
         else:
-            self.met({name: value.detach() for name, value in whole.items()}, rows)
+            gradients = {name: like[:0] for name, like in whole.items()}
+            self.met(whole, rows)
         self._shares = []
         at = 0
         for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
             size = len(next(iter(features.values()))) if number < counted else 0
             own_gradients = {name: gradient[at : at + size] for name, gradient in gradients.items()}
-            self._shares.append((own_gradients, losses[at : at + size].detach().sum(), state))
+            self._shares.append((own_gradients, losses[at : at + size].sum(), state))
             at += size
 
     def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -41,8 +41,16 @@ class TwoTowers(GlobalBatchObjective):
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
         return towers(self.model, batch)
 
-    def losses(self, features: Features, rows: slice) -> torch.Tensor:
-        return contrastive(features, rows)
+    def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+        with torch.enable_grad():
+            leaves = {name: value.detach().requires_grad_() for name, value in features.items()}
+            losses = contrastive(leaves, rows)
+            total = losses.sum()
+        if gradients:
+            total.backward()
+            for name, leaf in leaves.items():
+                gradients[name] += cast(torch.Tensor, leaf.grad)
+        return losses.detach()
 
 
 CASE = Case(model="llama", samples=8, micro_batches=2, data="padded", steps=3, objective=TwoTowers)

@@ -89,7 +89,7 @@ class SpeechSamples:
     def heard(self, index: int, number: int) -> Wave:
         """What the model gets of a recording."""
         wave = self.recording(index)
-        if self._split == "train":
+        if self._split == "train" and (self._data.speed or self._data.noise):
             wave = self._sound.changed(wave, self._data, random_of(self._seed, number))
         return self._sound.fitted(wave)
 

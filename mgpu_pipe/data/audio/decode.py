@@ -57,7 +57,8 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
         raise BadAudioError(f"holds {len(channels)} samples: there is nothing to hear")
     if not np.isfinite(channels).all():
         raise BadAudioError("has values that are no numbers")
-    return resampled(channels.mean(1, dtype=np.float32), rate / before)
+    one = channels[:, 0] if channels.shape[1] == 1 else channels.mean(1, dtype=np.float32)
+    return resampled(one, rate / before)
 
 
 def resampled(wave: Wave, factor: float) -> Wave:

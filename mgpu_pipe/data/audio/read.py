@@ -13,7 +13,7 @@ from mgpu_pipe.data.audio.alphabet import PREPROCESSOR
 from mgpu_pipe.data.audio.decode import Wave, decode, resampled
 from mgpu_pipe.data.audio.keys import AudioConfig
 from mgpu_pipe.data.audio.log_mel import reads_spectrograms
-from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, read_part
 from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.data.text.tokenizer_folder import json_file
 from mgpu_pipe.errors import ConfigError, DataError
@@ -88,7 +88,6 @@ def read_recording(path: Path, expected: Fingerprint, rate: int, max_seconds: fl
         DataError: it is gone, or another one.
     """
     try:
-        with open_data(path, expected) as file:
-            return decode(file.read(), rate, max_seconds)
+        return decode(read_part(path, expected), rate, max_seconds)
     except ChangedFileError as error:
         raise DataError(f"{path}: changed since the recordings were listened to; start the run again") from error

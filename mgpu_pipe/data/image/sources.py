@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data, read_part
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, read_part
 from mgpu_pipe.data.image.decode import SUFFIXES, decode
 from mgpu_pipe.data.image.keys import CaptionConfig, ImageConfig
 from mgpu_pipe.data.listed import Entry, entries_of
@@ -93,9 +93,6 @@ def read_picture(path: Path, expected: Fingerprint, channels: int, offset: int |
         DataError: it is gone, or another one.
     """
     try:
-        if offset is not None:
-            return decode(read_part(path, offset, expected), channels)
-        with open_data(path, expected) as file:
-            return decode(file.read(), channels)
+        return decode(read_part(path, expected, offset), channels)
     except ChangedFileError as error:
         raise DataError(f"{path}: changed since the pictures were looked through; start the run again") from error
