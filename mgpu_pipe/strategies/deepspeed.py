@@ -24,6 +24,7 @@ from mgpu_pipe.compat.lightning_private import after_closure
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.kernels.norms import add_up_in_fp32
 from mgpu_pipe.models.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -186,6 +187,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def parallelise(self, model: nn.Module) -> None:
         """Fill the parameters of ``model``; under ZeRO-3 only this rank's part of each exists afterwards."""
         dtype = COMPUTE_DTYPES[self._precision]
+        add_up_in_fp32(model)
         apply_activation_checkpointing(model, self._activation_checkpointing)
         if self._compile_model:
             compile_blocks(model)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.compat.torch_private import find_fsdp_units
 from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.kernels.norms import add_up_in_fp32
 from mgpu_pipe.models.parts import cast_parameters
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.packed_text import STARTS
@@ -113,6 +114,7 @@ class ParallelModel:
         self._stage: dist.ProcessGroup | None = None
         if self._num_experts:
             self._watch_experts(model)
+        add_up_in_fp32(model)
         apply_activation_checkpointing(model, options.activation_checkpointing)
         if options.compile_model:
             compile_blocks(model)

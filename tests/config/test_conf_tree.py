@@ -74,6 +74,7 @@ NEEDS_MORE = {
     ("model", "wav2vec2_base"),
     ("data", "spoken_digits"),
     ("experiment", "wav2vec2_spoken_digits"),  # needs espeak-ng
+    ("experiment", "wav2vec2_base_finetune"),
     ("data", "audio_list"),
     ("data", "image_folder"),
     ("data", "image_list"),

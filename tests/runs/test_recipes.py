@@ -7,6 +7,7 @@ import pytest
 from mgpu_pipe import cli
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.conf_folders import conf_dir
+from tests.support.needs import need_speech
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
@@ -19,6 +20,7 @@ RECIPES = {
     "llava15_7b_stage2_fsdp": ("trainer.devices=2",),
     "qwen3_30b_a3b_sft_ep": ("trainer.num_nodes=1", "trainer.devices=4", "strategy.ep=2"),
     "qwen3_8b_sft_fsdp": ("trainer.devices=4",),
+    "wav2vec2_base_finetune": ("trainer.devices=2",),
 }
 """With fewer processes, on the same axes."""
 STEPS = {"clip_vit_b32_ddp": 8}
@@ -34,6 +36,8 @@ def test_every_recipe_is_here() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_machine_without_gpus_checks_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name.startswith("wav2vec2"):
+        need_speech("espeak-ng")
     assert cli.main(["check", f"experiment={name}", "trainer.accelerator=cuda"]) == 0
     assert "precision   bf16 (auto)" in capsys.readouterr().out
 
