@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter, lora_layers
 from mgpu_pipe.models.adapters.peft_folder import measures, name_in_peft
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.models.tiny import tiny_model
-from tests.support.encoders import ENCODER_MODELS, ENCODERS
+from tests.support.encoders import ENCODER_MODELS, ENCODERS, SEEING
 from tests.support.exact import BOUND, distance
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
@@ -44,6 +45,9 @@ def batch() -> torch.Tensor:
 
 
 def loss_of(model: Any) -> torch.Tensor:
+    if model.config.model_type in SEEING:
+        seen = ENCODERS[model.config.model_type]
+        return seen.loss(partial(_shown, model), seen.batch(0, 4))
     generator = torch.Generator().manual_seed(2)
     heard = {"wav2vec2": ("input_values", (3, 400)), "whisper": ("input_features", (3, 8, 32))}
     if model.config.model_type in heard:
@@ -56,12 +60,19 @@ def loss_of(model: Any) -> torch.Tensor:
     return loss
 
 
+def _shown(model: Any, **inputs: Any) -> Any:
+    pixels = {"pixel_values": inputs["pixel_values"].double()} if "pixel_values" in inputs else {}
+    return model(**{**inputs, **pixels})
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "wav2vec2", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "wav2vec2", "whisper", *SEEING])
 def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str, kind: Any) -> None:
+    """Of models that see, the language part alone; their tower is frozen."""
     from peft import LoraConfig, get_peft_model
 
-    ours = adapted(name, replace(KEYS, name=kind))
+    ours = adapted(name, replace(KEYS, name=kind, targets=["language"] if name in SEEING else KEYS.targets))
+    assert name not in SEEING or not any(p.requires_grad for n, p in ours.named_parameters() if "vis" in n)
     stock: Any = materialise(meta(name), 3, "cpu").double()
     config = LoraConfig(
         r=4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off")
 QWEN25, QWEN3 = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny"
+ADAPTED = ("peft=lora", "peft.targets=[language]", "peft.train_also=[projector]")
+FURTHER = {ADAPTED: (QWEN3, "tp"), ("precision=bf16",): (QWEN25, "fsdp")}
+"""What else each strategy is tried with, and the cell that is sampled."""
 SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
 """Height and width."""
 
@@ -53,6 +57,12 @@ SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
         *(
             pytest.param(model, 2, (f"strategy={name}", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive)
             for model, name in ((QWEN3, "ddp"), (QWEN25, "ddp"), (QWEN25, "zero2"))
+        ),
+        *(
+            pytest.param(model, 2, (f"strategy={name}", *how), marks=() if sampled else pytest.mark.exhaustive)
+            for how, sampled_at in FURTHER.items()
+            for model, name in product((QWEN25, QWEN3), ("ddp", "fsdp", "tp", "zero3"))
+            for sampled in [(model, name) == sampled_at]
         ),
     ],
 )

@@ -45,10 +45,10 @@ ADAPTED = {
 MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
     "ddp 3": ("clip",),
-    "fsdp 3": ("pairs", "dora", "llava"),
+    "fsdp 3": ("pairs", "dora", "llava", "qwen3_vl"),
     "hsdp 2x2": ("vit",),
     "zero3 3": ("masked", "qlora", "whisper"),
-    "tp 4": ("classes", "lora", "wav2vec2"),
+    "tp 4": ("classes", "lora", "wav2vec2", "qwen2_5_vl"),
     "zero2 3": ("lora",),
     "zero3_cpu 2": ("qlora, experts",),
     "pp 2 1f1b": ("qlora",),

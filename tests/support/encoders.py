@@ -33,6 +33,17 @@ TEXT = {
 }
 WHISPER_SIDE = (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
 ENDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+PLACES = {"image_token_id": VOCABULARY - 1, "video_token_id": VOCABULARY - 2, "vision_start_token_id": VOCABULARY - 3}
+OWN_SIZES = {
+    **{key: TOWER[key] for key in ("hidden_size", "intermediate_size")},
+    **{"num_heads": 4, "depth": 2, "in_channels": 1, "patch_size": 2, "temporal_patch_size": 1, "out_hidden_size": 32},
+}
+"""A tower of pictures in sizes of their own."""
+THREE_AXES = {
+    **COMMON,
+    "attention_dropout": 0.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}
 ENCODER_MODELS = {
     name: ModelConfig(name=name, type=name, config=config)
     for name, config in {
@@ -48,6 +59,22 @@ ENCODER_MODELS = {
             **{"vision_feature_layer": -1, "image_token_index": VOCABULARY - 1},
             "text_config": {**COMMON, "model_type": "llama", "attention_dropout": 0.0},
             "vision_config": {**TOWER, **PICTURE, "model_type": "clip_vision_model"},
+        },
+        "qwen2_5_vl": {
+            **PLACES,
+            "text_config": {**THREE_AXES, "model_type": "qwen2_5_vl_text", **dict.fromkeys(ENDS)},
+            "vision_config": {
+                **{**OWN_SIZES, "model_type": "qwen2_5_vl_vision"},
+                **{"window_size": 8, "fullatt_block_indexes": [1]},
+            },
+        },
+        "qwen3_vl": {
+            **PLACES,
+            "text_config": {**THREE_AXES, "model_type": "qwen3_vl_text", "head_dim": 8},
+            "vision_config": {
+                **{**OWN_SIZES, "model_type": "qwen3_vl_vision"},
+                **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+            },
         },
         "wav2vec2": {
             **TOWER,
@@ -71,11 +98,14 @@ ENCODER_MODELS = {
 }
 
 
+SEEING = ("llava", "qwen2_5_vl", "qwen3_vl")
+
+
 def whisper_objective(model: Any, optimizer: Any, learning_rate: Any) -> SpeechSeq2SeqObjective:
     return SpeechSeq2SeqObjective(model, optimizer, learning_rate, SpeechSeq2SeqConfig(loss_chunk_tokens=7))
 
 
-def llava_objective(model: Any, optimizer: Any, learning_rate: Any) -> VisionLanguageObjective:
+def seeing_objective(model: Any, optimizer: Any, learning_rate: Any) -> VisionLanguageObjective:
     return VisionLanguageObjective(model, optimizer, learning_rate, 7)
 
 
@@ -98,7 +128,7 @@ def learned(name: str, model_class: str, objective: Any) -> Learned:
 ENCODERS = {
     "clip": learned("clip", "AutoModelForZeroShotImageClassification", ContrastiveObjective),
     "vit": learned("vit", "AutoModelForImageClassification", ImageClassificationObjective),
-    "llava": learned("llava", "AutoModelForImageTextToText", llava_objective),
+    **{name: learned(name, "AutoModelForImageTextToText", seeing_objective) for name in SEEING},
     "wav2vec2": learned("wav2vec2", "AutoModelForCTC", CTCObjective),
     "whisper": learned("whisper", "AutoModelForSpeechSeq2Seq", whisper_objective),
 }
