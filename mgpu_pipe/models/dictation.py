@@ -8,16 +8,13 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.compat.transformers_private import hide_nothing
+from mgpu_pipe.models.hearing import as_weights
 
 
 def prepare_to_hear(model: Any) -> None:
     """Have ``model`` take spectrograms in float32 whatever it computes in, and hide nothing of them by itself."""
-
-    def cast(convolution: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        return (args[0].to(convolution.weight.dtype),)
-
     hide_nothing(model)
-    model.base_model.encoder.conv1.register_forward_pre_hook(cast)
+    model.base_model.encoder.conv1.register_forward_pre_hook(as_weights)
 
 
 @torch.no_grad()

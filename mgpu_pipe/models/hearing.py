@@ -75,10 +75,18 @@ class RowNorm(nn.GroupNorm):
         return (normed * self.weight[:, None] + self.bias[:, None]).to(states.dtype)
 
 
+def as_weights(convolution: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """Before its forward pass: sound in the type that it computes in, which not every engine casts inputs to."""
+    return (args[0].to(convolution.weight.dtype),)
+
+
 def hear_alone(model: PreTrainedModel) -> None:
-    """Have the parts of ``model`` that look beyond a recording look at it alone; its inputs may have :data:`HIDDEN`."""
+    """Have the parts of ``model`` that look beyond a recording look at it alone, and its first convolution take float32
+    whatever it computes in; its inputs may have :data:`HIDDEN`."""
     hearing = Hearing(model, Frames.of_fields(model.config.to_dict()))
-    for layer, block in enumerate(cast(Any, model.base_model).feature_extractor.conv_layers):
+    blocks = cast(Any, model.base_model).feature_extractor.conv_layers
+    blocks[0].conv.register_forward_pre_hook(as_weights)
+    for layer, block in enumerate(blocks):
         norm = getattr(block, "layer_norm", None)
         if isinstance(norm, nn.GroupNorm):
             norm.__class__ = RowNorm

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.compat.transformers_private import hide_nothing
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.keys import AudioConfig
 from mgpu_pipe.data.audio.log_mel import LogMel
@@ -157,6 +158,7 @@ class SpeechSeq2SeqObjective(Objective):
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One recording at a time; the model itself makes the decoder's inputs from the labels."""
+        hide_nothing(model)  # it was hidden as they were read
         losses = []
         for features, labels in zip(batch["input_features"], batch["labels"], strict=True):
             target = labels[labels != IGNORE_INDEX]

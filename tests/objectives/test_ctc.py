@@ -52,7 +52,10 @@ FIELDS = {
         pytest.param(1, ("strategy=single",), marks=pytest.mark.slow),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
-        pytest.param(2, ("strategy=ddp", "precision=bf16"), marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(2, (f"strategy={name}", "precision=bf16"), marks=pytest.mark.exhaustive)
+            for name in ("ddp", "zero2")
+        ),
         *(
             pytest.param(
                 2,

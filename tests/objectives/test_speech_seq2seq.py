@@ -40,7 +40,7 @@ WHISPER = (
 @pytest.mark.parametrize(
     ("processes", "strategy"),
     [
-        (2, ("strategy=ddp", "data.micro_batch_size=2")),
+        (2, ("strategy=ddp", "data.micro_batch_size=2", "model.config.apply_spec_augment=true")),
         (2, ("strategy=fsdp",)),
         (2, ("strategy=tp",)),
         (2, ("strategy=zero3",)),
