@@ -27,8 +27,6 @@ DESCRIPTION = (
 )
 BARS, WIDTH = 10, 40
 """Rows of the histogram, and columns of its longest bar."""
-STEPS = 20
-"""Whose balance is looked at."""
 
 
 def data(words: list[str]) -> int:
@@ -113,23 +111,17 @@ def _amounts(
 
 def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[tuple[str, str]]:
     """How even the work of the processes is in the first steps, as the samples come and dealt by what they cost."""
-    import numpy as np
-
     from mgpu_pipe.config.resolve import world_size
-    from mgpu_pipe.data.balance import dealt, imbalance
-    from mgpu_pipe.data.samples import Weighed
+    from mgpu_pipe.data.balance import STEPS, imbalances
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
     dims = ParallelDims.resolve(config.strategy, world_size(config))
-    if dims.data_parallel_size == 1 or not isinstance(samples, Weighed):
-        return []
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    order, size = prepared.order(config, len(samples)), config.data.global_batch_size
-    steps = [samples.costs(order.indices(step * size, size)) for step in range(STEPS)]
-    as_they_come = np.mean([imbalance(costs, plan) for costs in steps])
-    by_cost = np.mean([imbalance(costs[dealt(costs, plan)], plan) for costs in steps])
+    found = imbalances(samples, prepared.order(config, len(samples)), plan)
+    if found is None:
+        return []
     told = f"attention of the busiest of {plan.data_parallel_size} processes over their mean, {STEPS} steps"
-    return [("balance", f"{told}: {as_they_come:.3f}; with data.balance=cost {by_cost:.3f}")]
+    return [("balance", f"{told}: {found[0]:.3f}; with data.balance=cost {found[1]:.3f}")]
 
 
 def _sources(prepared: PreparedMixture) -> list[tuple[str, str]]:

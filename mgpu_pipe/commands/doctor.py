@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 DESCRIPTION = (
     "Run a few steps of the configuration, save nothing, and print where the time of a\n"
     "step goes on each rank: compute, waiting for other ranks and transfer along each\n"
-    "axis, the optimizer, data, the host. Names a slow rank and the key that would help.\n"
+    "axis, the optimizer, data, the host; and what memory its phases take. Names a slow\n"
+    "rank and the key that would help.\n"
     "doctor links measures the link of every pair of ranks instead, and names a slow one."
 )
 LINKS = "links"
@@ -48,12 +49,18 @@ def doctor(words: list[str]) -> int:
             result = launched(composition, command)
         if not leads:
             return result.exit_code
-        from mgpu_pipe.report.step_times import keep, show
+        from mgpu_pipe.profiling.memory_use import MemoryUse
+        from mgpu_pipe.profiling.rank_times import StepTimes
+        from mgpu_pipe.report.memory_use import show as show_memory
+        from mgpu_pipe.report.step_times import keep, memory_of, show
 
-        times = keep(result.folder)
+        found = keep(result.folder)
+        times, memory = StepTimes.read(found), MemoryUse.read(memory_of(found))
         if times is None:  # stopped or failed; the launcher has said why
             return result.exit_code or EXIT_FAILURE
         show(times, f"{composition.config.model.name}, {composition.config.strategy.name}")
+        if memory is not None:
+            show_memory(memory)
         print(f"picture: {RunPaths(result.folder).report}", flush=True)
         return EXIT_OK
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ PRIVATE = (
     "torch:_foreach_mul_",
     "torch:_foreach_lerp_",
     "torch:_C._current_graph_task_id",
+    "torch.autograd:_engine_run_backward",
     "torch.cuda:_is_in_bad_fork",
     "torch:Tensor._is_view",
     "torch:UntypedStorage._cdata",
@@ -81,6 +83,22 @@ def foreach_lerp(tensors: list[torch.Tensor], to: list[torch.Tensor], share: flo
 def in_backward_pass() -> bool:
     """Whether autograd runs now, so that a forward pass is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def around_backward_passes(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within it every pass of autograd's engine that this process asks for runs inside of ``around()``."""
+    engine = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **options: Any) -> Any:
+        with around():
+            return engine(*args, **options)
+
+    torch.autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = engine
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -11,8 +11,12 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.order import Order
+from mgpu_pipe.data.samples import SampleSet, Weighed
 from mgpu_pipe.topology import BatchPlan
 
+STEPS = 20
+"""Whose balance is looked at."""
 Ints = NDArray[np.int64]
 
 
@@ -37,6 +41,19 @@ def imbalance(costs: Ints, plan: BatchPlan) -> float:
     """What the busiest process has to do over the mean of all; ``costs`` are in the order of :func:`dealt`."""
     shares = costs.reshape(plan.data_parallel_size, -1).sum(1)
     return float(shares.max() / shares.mean())
+
+
+def imbalances(samples: SampleSet, order: Order, plan: BatchPlan) -> tuple[float, float] | None:
+    """The mean :func:`imbalance` of a run's first :data:`STEPS` steps: as samples come, and dealt by what they cost.
+
+    None with one process, or where the samples' costs are not known.
+    """
+    if plan.data_parallel_size == 1 or not isinstance(samples, Weighed):
+        return None
+    size = plan.global_batch_size
+    steps = [samples.costs(order.indices(step * size, size)) for step in range(STEPS)]
+    by_cost = [imbalance(costs[dealt(costs, plan)], plan) for costs in steps]
+    return float(np.mean([imbalance(costs, plan) for costs in steps])), float(np.mean(by_cost))
 
 
 def _to_cheapest(costs: Ints, parts: int) -> Ints:

@@ -11,12 +11,20 @@ from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes, slowest
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 MOST_COMMUNICATION = 0.2
-MOST_DATA = 0.1
+MOST_DATA = MOST_HOST = 0.1
 """Shares of a step above which there is advice."""
+MORE_EVEN = 0.05
+"""Of the processes' mean."""
 
 
-def findings(times: StepTimes, config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[str]:
-    """A sentence for each thing worth knowing, the most telling first."""
+def findings(
+    times: StepTimes, config: RunConfig, dims: ParallelDims, plan: BatchPlan, uneven: tuple[float, float] | None = None
+) -> list[str]:
+    """A sentence for each thing worth knowing, the most telling first.
+
+    Args:
+        uneven: see :func:`mgpu_pipe.data.balance.imbalances`.
+    """
     waiting, transfer = times.share("waiting"), times.share("transfer")
     told = []
     if dims.world_size > 1:
@@ -27,6 +35,8 @@ def findings(times: StepTimes, config: RunConfig, dims: ParallelDims, plan: Batc
     slow = slowest(times.ranks)
     if slow is not None:
         told.append(f"{_straggler(times.ranks, *slow)}; {_cure(slow[1], config, dims)}")
+    elif times.share(HOST) > MOST_HOST:
+        told.append(_host(times))
     if waiting + transfer > MOST_COMMUNICATION:
         warning = f"more than {MOST_COMMUNICATION:.0%} of a step is communication"
         axis = times.axes[0]
@@ -38,7 +48,16 @@ def findings(times: StepTimes, config: RunConfig, dims: ParallelDims, plan: Batc
     if times.share(DATA) > MOST_DATA:
         more = max(2 * config.data.num_workers, 1)
         told.append(f"warning: {times.share(DATA):.0%} of a step is waiting for data; try data.num_workers={more}")
+    if uneven is not None:
+        told.append(_balance(*uneven, config, plan))
     return told
+
+
+def _balance(as_they_come: float, by_cost: float, config: RunConfig, plan: BatchPlan) -> str:
+    told = f"attention of the busiest of {plan.data_parallel_size} processes over their mean: {as_they_come:.2f}"
+    if config.data.balance == "cost":
+        return f"{told} as the samples come, {by_cost:.2f} as data.balance=cost deals them"
+    return f"{told}, {by_cost:.2f} with data.balance=cost{'; try it' if as_they_come - by_cost > MORE_EVEN else ''}"
 
 
 def _straggler(ranks: Sequence[RankTimes], rank: int, phase: str, late: float) -> str:
@@ -50,6 +69,14 @@ def _straggler(ranks: Sequence[RankTimes], rank: int, phase: str, late: float) -
         f"rank {rank} on node {own.node} is the slowest: it works {own.own_s * 1000:.0f} ms a step by itself, "
         f"{late * 1000:.0f} ms more than the others, most of that {where}"
     )
+
+
+def _host(times: StepTimes) -> str:
+    rank = max(range(len(times.ranks)), key=lambda number: times.ranks[number].own.get(HOST, 0.0))
+    one = times.ranks[rank]
+    most = f", most of that in callback {one.callback} ({one.callback_s * 1000:.0f} ms)"
+    named = most if _is_callback(times.ranks, rank, HOST) else ""
+    return f"warning: {times.share(HOST):.0%} of a step is neither compute nor communication{named}"
 
 
 def _cure(phase: str, config: RunConfig, dims: ParallelDims) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mgpu_pipe.profiling.axes import ALL_TO_ALL
 from mgpu_pipe.profiling.breakdown import Blocked
 
 METHODS = {
@@ -32,9 +33,9 @@ METHODS = {
     "reduce_scatter_single": "reduce-scatter",
     "reduce_scatter_tensor_coalesced": "reduce-scatter",
     "reduce_scatter_single_coalesced": "reduce-scatter",
-    "alltoall": "all-to-all",
-    "alltoall_base": "all-to-all",
-    "all_to_all_single": "all-to-all",
+    "alltoall": ALL_TO_ALL,
+    "alltoall_base": ALL_TO_ALL,
+    "all_to_all_single": ALL_TO_ALL,
     "broadcast": "broadcast",
     "reduce": "reduce",
     "gather": "gather",
@@ -51,17 +52,19 @@ class CollectiveWatch:
     """What the thread that made it does with process groups of several ranks, within :meth:`watching`.
 
     Args:
-        axis_of: the axis of a group, from its ranks and torch's description.
+        axis_of: the axis of a collective, from its group's ranks, torch's description of it, and its kind.
         named: makes a range of this name around each call and each wait, for a trace.
     """
 
-    def __init__(self, axis_of: Callable[[Sequence[int], str], str], named: Named = lambda name: nullcontext()) -> None:
+    def __init__(
+        self, axis_of: Callable[[Sequence[int], str, str], str], named: Named = lambda name: nullcontext()
+    ) -> None:
         self.blocked: list[Blocked] = []
         self.arrivals: dict[str, list[float]] = defaultdict(list)
         """When this process came to the collectives of each group; to messages, of each pair of ranks."""
         self._axis_of, self._named = axis_of, named
-        self._groups: dict[str, tuple[str, str]] = {}
-        """Stream and axis of each group, by torch's name of it."""
+        self._groups: dict[tuple[str, str], tuple[str, str]] = {}
+        """Stream and axis of each group's collectives of a kind, by torch's name of it and the kind."""
         self._pending: dict[int, tuple[Any, Blocked, str]] = {}
         self._thread = threading.get_ident()
 
@@ -82,19 +85,19 @@ class CollectiveWatch:
                 setattr(owner, name, entry)
             self._pending.clear()
 
-    def _group(self, group: Any) -> tuple[str, str]:
+    def _group(self, group: Any, kind: str) -> tuple[str, str]:
         name = group.group_name
-        if name not in self._groups:
+        if (name, kind) not in self._groups:
             ranks = dist.get_process_group_ranks(group)
-            self._groups[name] = (f"{name} {ranks}", self._axis_of(ranks, group.group_desc))
-        return self._groups[name]
+            self._groups[name, kind] = (f"{name} {ranks}", self._axis_of(ranks, group.group_desc, kind))
+        return self._groups[name, kind]
 
     def _issuing(self, method: Any, name: str) -> Any:
         @wraps(method)
         def issue(group: Any, *args: Any, **options: Any) -> Any:
             if group.size() == 1 or threading.get_ident() != self._thread:
                 return method(group, *args, **options)
-            stream, axis = self._group(group)
+            stream, axis = self._group(group, METHODS[name])
             if name in ("send", "recv"):
                 here, there = group.rank(), args[1]
                 stream += f"|{here}>{there}" if name == "send" else f"|{there}>{here}"

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.profiling.axes import ALL_TO_ALL
 from mgpu_pipe.profiling.breakdown import COMPUTE, DATA, HOST, OPTIMIZER, Arrivals, Blocked, Phase
 
 MICROSECOND = 1e-6
@@ -43,12 +44,12 @@ class Marks:
 
 
 def device_timeline(
-    trace: Path, marks: Marks, axis_of: Callable[[Sequence[int], str], str]
+    trace: Path, marks: Marks, axis_of: Callable[[Sequence[int], str, str], str]
 ) -> tuple[list[Phase], list[Blocked], Arrivals]:
     """The device's phases by the host's clock, the collectives that it did nothing beside, and when each began.
 
     Args:
-        axis_of: the axis of a group, from its ranks and torch's description.
+        axis_of: the axis of a collective, from its group's ranks, torch's description of it, and its kind.
     """
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rt", encoding="utf-8") as file:
@@ -76,10 +77,11 @@ def device_timeline(
         if NCCL not in event["name"].lower():
             continue
         told, (began, ended) = event.get("args", {}), times(event)
-        message = SEND_AND_RECEIVE in event["name"] and "all_to_all" not in str(told.get("Collective name", ""))
+        kind = ALL_TO_ALL if "all_to_all" in str(told.get("Collective name", "")) else ""
+        message = SEND_AND_RECEIVE in event["name"] and not kind
         ranks = _ranks(told.get("Process Group Ranks"))
         stream = "" if message else f"{told.get('Process Group Name')} {ranks}"
-        axis = axis_of(ranks, str(told.get("Process Group Description", "")))
+        axis = axis_of(ranks, str(told.get("Process Group Description", "")), kind)
         number = len(arrivals.get(stream, ()))
         if not message:
             arrivals[stream].append(began)

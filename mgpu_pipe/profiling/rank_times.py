@@ -109,16 +109,17 @@ class StepTimes:
 
 def _rank_times(value: Mapping[str, Any]) -> RankTimes:
     parts = {
-        name: {str(key): _seconds(spent) for key, spent in value[name].items()}
+        name: {str(key): number_of(spent) for key, spent in value[name].items()}
         for name in ("own", "waiting", "transfer", "waits_for")
     }
-    figures = {name: _seconds(value[name]) for name in ("step_s", "callback_s", "peak_gib")}
+    figures = {name: number_of(value[name]) for name in ("step_s", "callback_s", "peak_gib")}
     return RankTimes(node=str(value["node"]), callback=str(value["callback"]), **parts, **figures)  # type: ignore[arg-type]
 
 
-def _seconds(value: object) -> float:
+def number_of(value: object) -> float:
+    """Of a file of another hand; a ValueError where it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is no number")
     return float(value)
 
 

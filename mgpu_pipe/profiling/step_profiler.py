@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from mgpu_pipe.profiling.axes import axis_of
 from mgpu_pipe.profiling.breakdown import COMPUTE, DATA, HOST, OPTIMIZER, Arrivals, Blocked, Phase, breakdown
 from mgpu_pipe.profiling.collectives import CollectiveWatch
 from mgpu_pipe.profiling.device_trace import Marks, device_timeline
+from mgpu_pipe.profiling.memory_use import MemoryUse, RankMemory, phases_of, rank_memory, thinned
+from mgpu_pipe.profiling.memory_watch import MemoryWatch
 from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes
 from mgpu_pipe.runs.lock import boot_id
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -66,6 +69,7 @@ class StepProfiler(Profiler):
         self._watch = CollectiveWatch(
             partial(axis_of, dims), record_function if trace is not None else lambda name: nullcontext()
         )
+        self._memory = MemoryWatch(device)
         self._torch: profile | None = None
 
     # -- what Lightning calls -----------------------------------------------------------------------------------
@@ -112,6 +116,7 @@ class StepProfiler(Profiler):
 
     def _cut(self) -> None:
         """The stretch since the last action began or ended belongs to the innermost one."""
+        self._memory.look()
         now = time.perf_counter()
         kind, name = self._stack[-1] if self._stack else (HOST, "")
         self._phases.append((self._since, now, kind))
@@ -147,6 +152,7 @@ class StepProfiler(Profiler):
         if self._torch is not None:
             self._torch.start_trace()
         self._watching.enter_context(self._watch.watching())
+        self._watching.enter_context(self._memory.watching())
         self._measuring = True
         self._since = self._began = time.perf_counter()
         with self._range(MARK):
@@ -170,8 +176,13 @@ class StepProfiler(Profiler):
 
     # -- the result ---------------------------------------------------------------------------------------------
 
-    def finish(self, config: RunConfig, plan: BatchPlan, peak_gib: float) -> dict[str, Any]:
+    def finish(
+        self, config: RunConfig, plan: BatchPlan, peak_gib: float, uneven: tuple[float, float] | None
+    ) -> dict[str, Any]:
         """What every rank's time went to, as an entry of the run's summary. Collective.
+
+        Args:
+            uneven: see :func:`mgpu_pipe.data.balance.imbalances`.
 
         Raises:
             OSError: the trace cannot be written.
@@ -181,10 +192,11 @@ class StepProfiler(Profiler):
                 print(f"note: trainer.profile: the run ended before step {self.last} was measured", file=sys.stderr)
             return {}
         ranks = exchange_json(self._rank_times(peak_gib).as_dict(), None)
-        values = {"first": self.first, "last": self.last, "ranks": ranks, "findings": []}
+        memory = self._memory_use().as_dict()
+        values = {"first": self.first, "last": self.last, "ranks": ranks, "findings": [], "memory": memory}
         times = StepTimes.read(values)
         assert times is not None
-        return {"step_times": {**values, "findings": findings(times, config, self._dims, plan)}}
+        return {"step_times": {**values, "findings": findings(times, config, self._dims, plan, uneven)}}
 
     def _rank_times(self, peak_gib: float) -> RankTimes:
         phases, blocked, arrivals = self._timeline()
@@ -211,6 +223,14 @@ class StepProfiler(Profiler):
             callback_s=spent / steps,
             peak_gib=peak_gib,
         )
+
+    def _memory_use(self) -> MemoryUse:
+        looks = self._memory.looks
+        names = phases_of(looks, self._phases, self._memory.backward)
+        ranks = [RankMemory(**one) for one in exchange_json(asdict(rank_memory(looks, names)), None)]
+        fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
+        own = thinned(looks, names, self._began) if dist.get_rank() == fullest else []
+        return MemoryUse(self._device.type, ranks, fullest, exchange_json(own, None)[fullest])
 
     def _timeline(self) -> tuple[Sequence[Phase], Sequence[Blocked], Arrivals]:
         """By the host's clock on the CPU, where a collective holds the process up; on CUDA by what the device did."""

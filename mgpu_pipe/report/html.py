@@ -25,9 +25,10 @@ from mgpu_pipe.report.account import why
 from mgpu_pipe.report.charts import charts, x_axes
 from mgpu_pipe.report.comparison import comparison, samples
 from mgpu_pipe.report.logs import read_logs
+from mgpu_pipe.report.memory_use import line
 from mgpu_pipe.report.run_view import RunView, load_run
 from mgpu_pipe.report.sections import blocks, figures, subtitle
-from mgpu_pipe.report.step_times import bars
+from mgpu_pipe.report.step_times import bars, memory_of
 
 MANY = 12
 """More runs than this are compared with what is long of them folded, and in boxes that scroll."""
@@ -86,6 +87,7 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
         charts=drawn,
         data={**x_axes(views), "charts": [chart["drawn"] for chart in drawn]},
         step_times=bars(single.summary.get("step_times")) if single else None,
+        memory=line(memory_of(single.summary.get("step_times"))) if single else None,
         samples=samples(views),
         many=len(views) > MANY,
         blocks=blocks(single) if single else [],

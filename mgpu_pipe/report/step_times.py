@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,16 @@ MOST_BARS = 64
 WIDTH, HEIGHT, GAP = 1000, 18, 4
 
 
-def keep(run: Path) -> StepTimes | None:
+def keep(run: Path) -> object:
     """Write what was measured of a run that has ended beside it, so that it is no run any more; None: nothing was."""
     measured = read_summary(RunPaths(run)).get("step_times")
     replace_file(run / DOCTOR, json.dumps(measured, indent=2) + "\n")
-    return StepTimes.read(measured)
+    return measured
+
+
+def memory_of(measured: object) -> object:
+    """What was measured of memory in the same steps."""
+    return measured.get("memory") if isinstance(measured, Mapping) else None
 
 
 def show(times: StepTimes, title: str) -> None:

@@ -21,6 +21,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.balance import imbalances
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError, GradientSpikeError
@@ -247,7 +248,9 @@ def train(
         config, prepared, dims, plan, model, strategy, recorder, checkpointer, precision, sizes, tasks, in_time
     )
     if profiler is not None:
-        result.summary.update(profiler.finish(config, plan, peak_memory_gib(device)))
+        samples = objective.samples(config, prepared.open(config, "train"))
+        uneven = imbalances(samples, prepared.order(config, len(samples)), plan)
+        result.summary.update(profiler.finish(config, plan, peak_memory_gib(device), uneven))
     return result
 
 

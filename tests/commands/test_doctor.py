@@ -31,10 +31,17 @@ def test_a_rank_slowed_on_purpose_is_named(cache: Path, tmp_path: Path) -> None:
     (slowest,) = [line for line in lines if "is the slowest" in line]
     assert slowest.startswith("rank 1 on node ") and "most of that in callback Slow.on_train_batch_end (3" in slowest
     assert any(line.startswith("warning: more than 20%") and line.endswith("help rank 1 first") for line in lines)
+    assert any(line.startswith("attention of the busiest of 3 processes over their mean: 1.") for line in lines)
+    at = lines.index("most memory in each phase of a step, in GiB, resident, of the process")
+    memory = [line.split() for line in lines[at + 2 : at + 6]]
+    assert memory[0] == ["rank", "forward", "backward", "optimizer", "rest"]
+    assert [row[0] for row in memory[1:]] == list("012")
+    assert all(0.1 < float(value) < 4 for row in memory[1:] for value in row[1:])
     report = Path(lines[-1].removeprefix("picture: "))
     assert report.parents[2] == tmp_path / "outputs" and report.parents[1].name == "doctor"
     page = report.read_text()
     assert page.count("<rect ") == 3 * 6 and "rank 1: host 3" in page and slowest.split(";")[0] in page
+    assert page.count("<polyline ") == 1 and "<title>backward</title>" in page
     assert not list(report.parent.glob("checkpoints/*")), "nothing is saved"
     summary = json.loads((report.parent / "summary.json").read_text())
     assert json.loads((report.parent / "doctor.json").read_text()) == summary["step_times"]

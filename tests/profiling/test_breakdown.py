@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from mgpu_pipe.profiling.advice import findings
 from mgpu_pipe.profiling.axes import axis_of
 from mgpu_pipe.profiling.breakdown import Blocked, breakdown
 from mgpu_pipe.profiling.device_trace import Marks, device_timeline
+from mgpu_pipe.profiling.memory_use import POINTS, Look, MemoryUse, RankMemory, phases_of, rank_memory, thinned
 from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes, slowest
+from mgpu_pipe.report.memory_use import line as memory_line
 from mgpu_pipe.report.step_times import WIDTH, bars
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -50,6 +53,8 @@ def test_groups_have_the_names_of_the_configuration() -> None:
     assert axis_of(ParallelDims(dp_replicate=4), range(4)) == "dp_replicate"
     experts = ParallelDims(dp_shard=4, ep=2)
     assert axis_of(experts, [0, 1], "ep") == "ep"
+    assert [axis_of(experts, range(4), "", kind) for kind in ("all-to-all", "all-gather")] == ["ep", "dp_shard"]
+    assert axis_of(ParallelDims(dp_shard=2, cp=2, ep=2), [0, 1], "", "all-to-all") == "cp", "heads, not tokens"
     assert axis_of(experts, [0, 2], "expert_shard") == axis_of(experts, range(4), "dp_shard_cp") == "dp_shard"
 
 
@@ -77,7 +82,7 @@ def test_a_gpus_time(tmp_path: Path, packed: bool) -> None:
     host = [(100.0, 108.0, "compute"), (108.0, 110.0, "optimizer"), (110.0, 112.5, "data"), (112.5, 114.0, "host")]
     dims = ParallelDims(dp_shard=2, tp=2)
     marks = Marks("begins", 100.0, host, "optimizer")
-    phases, blocked, arrivals = device_timeline(trace, marks, lambda ranks, _: axis_of(dims, ranks))
+    phases, blocked, arrivals = device_timeline(trace, marks, lambda ranks, *_: axis_of(dims, ranks))
     assert dict(arrivals) == {"7 [0, 2]": [103.0]}
     assert [(stretch.begin, stretch.end, stretch.axis) for stretch in blocked] == [
         (104.0, 106.0, "dp_shard"),
@@ -104,6 +109,9 @@ def test_the_slow_rank_and_the_key_that_would_help() -> None:
     starved = [rank_times(0.4, 0.0, data=0.6), rank_times(0.4, 0.6)]
     told = findings(StepTimes(3, 6, starved, []), config, ParallelDims(tp=2), plan)
     assert slowest(starved) == (0, "data", pytest.approx(0.6)) and "data.num_workers=" in told[1] + told[-1]
+    alone = [rank_times(0.5, 0.0, host=0.5)]
+    (told,) = findings(StepTimes(3, 6, alone, []), config, ParallelDims(), plan)
+    assert told.startswith("warning: 50% of a step is neither compute") and told.endswith("_batch_end (500 ms)")
     for axis, sizes, key in (
         ("dp_shard", {"dp_shard": 2}, "data.micro_batch_size=8"),
         ("dp_replicate", {"dp_replicate": 2}, "data.global_batch_size=128"),
@@ -118,6 +126,19 @@ def test_the_slow_rank_and_the_key_that_would_help() -> None:
         assert f"along {axis}; try {key}" in told[-1], told
 
 
+def test_uneven_work_names_its_key() -> None:
+    config, plan = RunConfig(), BatchPlan(64, 2, 4)
+    times = StepTimes(3, 6, [rank_times(0.9, 0.1), rank_times(0.88, 0.12)], [])
+    asked = replace(config, data=replace(config.data, balance="cost"))
+    busiest = "attention of the busiest of 2 processes over their mean: "
+    for chosen, uneven, line in (
+        (config, (1.31, 1.02), "1.31, 1.02 with data.balance=cost; try it"),
+        (config, (1.04, 1.02), "1.04, 1.02 with data.balance=cost"),
+        (asked, (1.31, 1.02), "1.31 as the samples come, 1.02 as data.balance=cost deals them"),
+    ):
+        assert findings(times, chosen, ParallelDims(dp_shard=2), plan, uneven)[-1] == busiest + line
+
+
 def test_a_summary_of_another_hand_is_read_whole_or_not_at_all() -> None:
     values = {"first": 3, "last": 6, "ranks": [rank_times(0.75, 0.25).as_dict()], "findings": ["<b>"]}
     drawn = bars(values)
@@ -128,3 +149,36 @@ def test_a_summary_of_another_hand_is_read_whole_or_not_at_all() -> None:
         assert bars(broken) is None
     nan = {**rank_times(0.75, 0.25).as_dict(), "step_s": float("nan")}
     assert bars({**values, "ranks": [nan]}) is None
+
+
+def test_memory_has_the_phase_in_which_it_was_looked_at() -> None:
+    phases = [(0.0, 1.0, "data"), (1.0, 6.0, "compute"), (6.0, 7.0, "optimizer"), (7.0, 8.0, "host")]
+    looks = [Look(at, at + 1, at + 2, at / 10) for at in (0.5, 1.0, 2.0, 3.5, 4.2, 4.9, 5.5, 6.0, 6.5, 7.5, 9.0)]
+    names = phases_of(looks, phases, [(3.0, 4.0), (4.5, 5.0)])  # of two micro-batches
+    shown = {"f": "forward", "b": "backward", "o": "optimizer", "r": "rest"}
+    assert names == [shown[letter] for letter in "rrfbfbbborr"]
+    found = rank_memory(looks, names)
+    assert found.used == {"forward": 5.2, "backward": 7.0, "optimizer": 7.5, "rest": 10.0}
+    assert (found.held, found.split, found.peak) == (11.0, 0.9, 10.0)
+    many = [Look(number / 1000, number % 7, 9.0, 0.0) for number in range(1000)]
+    line = thinned(many, ["rest"] * 1000, 0.0)
+    assert len(line) <= POINTS and all(used >= 4 for _, used, *_ in line), "peaks are kept"
+
+
+def test_memory_of_another_hand_is_read_whole_or_not_at_all() -> None:
+    line = [(0.1, 1.0, 2.0, "forward"), (0.4, 2.0, 2.0, "forward"), (1.0, 1.0, 2.0, "optimizer")]
+    used = {"forward": 2.0, "backward": 1.5, "optimizer": 1.0, "rest": 0.0}
+    values = MemoryUse("cuda", [RankMemory(used, 2.0, 0.25)], 0, line).as_dict()
+    drawn = memory_line(json.loads(json.dumps(values)))
+    assert drawn is not None and drawn["table"]["names"][-2:] == ["held", "fragmented"]
+    assert drawn["table"]["rows"] == [["0", "2.000", "1.500", "1.000", "0.000", "2.000", "0.250"]]
+    assert [(band["x"], band["width"], band["told"]) for band in drawn["bands"]] == [
+        (0.0, 400.0, "forward"),
+        (400.0, 600.0, "optimizer"),
+    ]
+    assert drawn["used"] == "100.0,60.0 400.0,0.0 1000.0,60.0" and drawn["held"].endswith("1000.0,0.0")
+    of_cpu = memory_line({**values, "device": "cpu"})
+    assert of_cpu is not None and not of_cpu["held"] and of_cpu["table"]["names"][-1] == "rest"
+    for broken in ({"line": []}, {"line": [[0, 1, 2, "<b>"]]}, {"ranks": []}, {"ranks": [{"used": used}]}):
+        assert memory_line({**values, **broken}) is None
+    assert memory_line(None) is None
