@@ -59,7 +59,7 @@ class Towers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = torch.nn.Parameter(torch.tensor(log(SCALE)), requires_grad=False)
-        self.config = SimpleNamespace()
+        self.config = SimpleNamespace(model_type="clip", text_config=SimpleNamespace(eos_token_id=0))
 
     def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor) -> SimpleNamespace:
         return SimpleNamespace(image_embeds=pixel_values, text_embeds=input_ids)

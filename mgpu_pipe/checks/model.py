@@ -16,6 +16,12 @@ from mgpu_pipe.families.family import FLASH
 from mgpu_pipe.families.find import document_isolation, family_of
 from mgpu_pipe.topology import ParallelDims
 
+BEHIND_PADDING = (
+    *("altclip", "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Families like RoBERTa, whose first position is the one behind ``pad_token_id``."""
+
 
 def model_fields(config: RunConfig) -> dict[str, Any]:
     """The model's configuration fields as far as they are known without torch; empty where there is no model."""
@@ -165,7 +171,10 @@ def check_names(config: RunConfig) -> None:
 
 
 def sequence_errors(config: RunConfig) -> list[BadInputError]:
-    limit = model_fields(config).get("max_position_embeddings")
+    fields = model_fields(config)
+    limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
+    if isinstance(limit, int) and isinstance(padding, int) and fields["model_type"] in BEHIND_PADDING:
+        limit -= padding + 1
     if isinstance(limit, int) and config.data.seq_len > limit:
         own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
         fix = f"use at most {limit}, or raise model.config.{own}"

@@ -9,6 +9,8 @@ from typing import Any
 
 WITHOUT_SUMMARY = ("siglip_vision_model",)
 """Towers whose first vector is a patch of the picture, not a summary of all."""
+READ_WHOLE = ("altclip", "chinese_clip")
+"""Families that read a caption from both sides, and so are told where it ends."""
 
 
 def picture_places(tower: str, size: int, patch: int, select: str) -> int:

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.families.pictures import READ_WHOLE
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, Together
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
@@ -45,6 +46,8 @@ class ContrastiveObjective(GlobalBatchObjective):
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._most = cast(Any, model.config), math.log(max_scale)
         self._pairwise = hasattr(model, "logit_bias")
+        text = self._config.text_config
+        self._end = int(text.vocab_size - 1 if text.eos_token_id is None else text.eos_token_id)
         self._held_out: list[tuple[Features, slice]] = []
         # A hook of the model's own: sharded parameters are whole there, and nowhere else.
         model.register_forward_hook(self._scale)
@@ -69,7 +72,11 @@ class ContrastiveObjective(GlobalBatchObjective):
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return {"pixel_values": batch["pixel_values"], "input_ids": batch["input_ids"]}
+        inputs = {"pixel_values": batch["pixel_values"], "input_ids": batch["input_ids"]}
+        if self._config.model_type not in READ_WHOLE:
+            return inputs
+        ends = batch["input_ids"] == self._end
+        return {**inputs, "attention_mask": (ends.cumsum(1) - ends.long() == 0).long()}
 
     def _scale(self, model: Any, _: object, output: Any) -> Any:
         """Bring temperature and bias into the features, so that their products are the logits."""
@@ -132,20 +139,28 @@ class ContrastiveObjective(GlobalBatchObjective):
         return world.sum_over_samples(sums)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Random pictures and captions of the length of a row, each with its end."""
+        """Random pictures and captions, whose end fills up their rows; the last caption is as long as a row."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         text = self._config.text_config
         length = min(seq_len, text.max_position_embeddings)
-        end = int(text.eos_token_id)
         ids = torch.randint(0, text.vocab_size - 1, (samples, length), generator=generator)
-        ids = torch.where(ids >= end, ids + 1, ids)
-        ids[:, -1] = end
+        ids = torch.where(ids >= self._end, ids + 1, ids)
+        lengths = torch.randint(2, length + 1, (samples, 1), generator=generator)
+        lengths[-1] = length
+        ids[torch.arange(length) >= lengths - 1] = self._end
         pictures = torch.randn(samples, *picture_shape(self._config), generator=generator)
         return {"pixel_values": pictures, "input_ids": ids, "labels": torch.arange(samples)}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """transformers' own logits of the whole batch."""
-        logits = forward(pixel_values=batch["pixel_values"], input_ids=batch["input_ids"]).logits_per_image
+        """transformers' own logits of the whole batch; captions that are read from both sides one at a time."""
+        pixels, ids = batch["pixel_values"], batch["input_ids"]
+        if self._config.model_type in READ_WHOLE:
+            captions = [row[None, : row.tolist().index(self._end) + 1] for row in ids]
+            seen = forward(pixel_values=pixels, input_ids=captions[0])
+            texts = torch.cat([forward(pixel_values=pixels[:1], input_ids=one).text_embeds for one in captions])
+            logits = seen.image_embeds @ texts.T * cast(torch.Tensor, model.logit_scale).exp()
+        else:
+            logits = forward(pixel_values=pixels, input_ids=ids).logits_per_image
         if hasattr(model, "logit_bias"):
             signs = 2 * torch.eye(len(logits)) - 1
             return Reference(-(logits.float() * signs).sigmoid().log().sum())

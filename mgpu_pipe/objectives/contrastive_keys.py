@@ -46,6 +46,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForZeroShotImageClassification",
     attention="own",
     samples="captioned_images",
-    families=("clip", "siglip"),
+    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip"),
     refused_axes=("pp", "cp", "ep"),
 )

@@ -79,6 +79,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["strategy=fsdp", "strategy.fsdp.prefetch=-1"], "strategy.fsdp.prefetch=-1: use a number of at least 0"),
         (["strategy.engine=deepsped"], "strategy.engine=deepsped: no such engine; use mesh or deepspeed"),
         (["data.seq_len=4096"], "model llama_small has 2048 positions; use at most 2048"),
+        (
+            [
+                *("model=hf", "model.path=null", "model.type=roberta", "model.config.is_decoder=true"),
+                *("data.packing=none", "data.seq_len=511"),
+            ],
+            "510 positions; use at most 510",
+        ),
         (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
         (["checkpoint.resume=auot"], "did you mean auto?"),
         (["data.source=squares"], "synthetic, text_files; or install the package that brings it"),

@@ -28,6 +28,7 @@ from mgpu_pipe.data.text.labelled_row import Row
 from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
+from mgpu_pipe.families.pictures import READ_WHOLE
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.array_samples import ArraySamples
@@ -179,8 +180,8 @@ def _padding(config: RunConfig, tokenizer: TokenizerInfo) -> int:
 
 
 def with_end_of_text(config: RunConfig, token: int) -> RunConfig:
-    """``config`` with the end of a text in a new model's text tower."""
-    if config.model.path is not None:
+    """``config`` with the end of a text in a new model's text tower, and in one that is told where its texts end."""
+    if config.model.path is not None and model_field(config.model, "model_type") not in READ_WHOLE:
         return config
     text = {**config.model.config.get("text_config", {}), "eos_token_id": token}
     return replace(config, model=replace(config.model, config={**config.model.config, "text_config": text}))
