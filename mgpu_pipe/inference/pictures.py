@@ -17,6 +17,7 @@ from mgpu_pipe.data.image.captions import CaptionedImages, PreparedCaptions
 from mgpu_pipe.data.image.dataset import LabelledImages
 from mgpu_pipe.data.image.prepare import PreparedImages
 from mgpu_pipe.data.samples import SampleSet, evaluation_numbers
+from mgpu_pipe.objectives.contrastive import seen_and_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +92,8 @@ def _looked_at(
         for at in range(0, len(chosen), AT_ONCE):
             indices = chosen[at : at + AT_ONCE]
             batch = samples.batch(indices, evaluation_numbers(indices))
-            inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+            there = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+            inputs = seen_and_read(there, model.config) if "input_ids" in there else there
             with torch.no_grad():
                 yield indices, batch, model(**inputs)
     finally:

@@ -46,8 +46,7 @@ class ContrastiveObjective(GlobalBatchObjective):
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._most = cast(Any, model.config), math.log(max_scale)
         self._pairwise = hasattr(model, "logit_bias")
-        text = self._config.text_config
-        self._end = int(text.vocab_size - 1 if text.eos_token_id is None else text.eos_token_id)
+        self._end = end_of_captions(self._config)
         self._held_out: list[tuple[Features, slice]] = []
         # A hook of the model's own: sharded parameters are whole there, and nowhere else.
         model.register_forward_hook(self._scale)
@@ -72,11 +71,7 @@ class ContrastiveObjective(GlobalBatchObjective):
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        inputs = {"pixel_values": batch["pixel_values"], "input_ids": batch["input_ids"]}
-        if self._config.model_type not in READ_WHOLE:
-            return inputs
-        ends = batch["input_ids"] == self._end
-        return {**inputs, "attention_mask": (ends.cumsum(1) - ends.long() == 0).long()}
+        return seen_and_read(batch, self._config)
 
     def _scale(self, model: Any, _: object, output: Any) -> Any:
         """Bring temperature and bias into the features, so that their products are the logits."""
@@ -166,6 +161,21 @@ class ContrastiveObjective(GlobalBatchObjective):
             return Reference(-(logits.float() * signs).sigmoid().log().sum())
         logs = logits.float().log_softmax(1).diagonal() + logits.float().log_softmax(0).diagonal()
         return Reference(-logs.sum() / 2)
+
+
+def end_of_captions(config: Any) -> int:
+    """The token that ends a caption, of a model of that configuration."""
+    text = config.text_config
+    return int(text.vocab_size - 1 if text.eos_token_id is None else text.eos_token_id)
+
+
+def seen_and_read(batch: Mapping[str, torch.Tensor], config: Any) -> dict[str, Any]:
+    """The arguments of a model of that configuration for pictures and captions."""
+    inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
+    if config.model_type not in READ_WHOLE:
+        return inputs
+    ends = (batch["input_ids"] == end_of_captions(config)).long()
+    return {**inputs, "attention_mask": (ends.cumsum(1) - ends == 0).long()}
 
 
 def _compared(
