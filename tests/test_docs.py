@@ -91,6 +91,7 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
     if page == "docs/tasks/images.md":
         need_digits()
+    if page in ("docs/tasks/images.md", "docs/tasks/videos.md"):
         folder_of_classes(tmp_path / "pets")
     if page == "docs/tasks/speech.md":
         need_speech("espeak-ng")

@@ -25,7 +25,7 @@ LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 PAIR_SOURCES = ("pairs_jsonl", "number_words")
 IMAGE_SOURCES = ("digits", "image_folder", "image_list", "image_tar")
 CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions", "captioned_tar")
-PICTURE_CHAT_SOURCES = ("digit_questions", "picture_chats")
+PICTURE_CHAT_SOURCES = ("digit_questions", "moving_shapes", "picture_chats")
 AUDIO_SOURCES = ("spoken_digits", "audio_list")
 DATA_SOURCES = (
     "stdlib_text",
@@ -51,7 +51,7 @@ FILE_SOURCES = (
     *("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl"),
     *IMAGE_SOURCES[1:],
     *CAPTION_SOURCES[1:],
-    *PICTURE_CHAT_SOURCES[1:],
+    *PICTURE_CHAT_SOURCES[2:],
     *AUDIO_SOURCES[1:],
 )
 """Those that read the files of data.paths."""

@@ -11,6 +11,8 @@ WITHOUT_SUMMARY = ("siglip_vision_model",)
 """Towers whose first vector is a patch of the picture, not a summary of all."""
 READ_WHOLE = ("altclip", "chinese_clip")
 """Families that read a caption from both sides, and so are told where it ends."""
+SEE_VIDEOS = ("qwen2_5_vl",)
+"""Families that are given videos."""
 
 
 def picture_places(tower: str, size: int, patch: int, select: str) -> int:
@@ -35,9 +37,11 @@ class Grid:
     Attributes:
         patch: pixels across a patch.
         merge: patches across what becomes one vector of the language model's.
-        frames: how often a still picture stands in a patch.
+        frames: of a video that a patch holds; a still picture is all of them.
         channels: of the pictures.
-        least, most: pixels of a picture; another one is scaled.
+        least, most: pixels of a picture, or of each frame of a video; another one is scaled.
+        pace: places in time that a second of a video takes; None of a model that gives videos no time, which are not
+            read.
     """
 
     patch: int
@@ -46,13 +50,14 @@ class Grid:
     channels: int
     least: int = 0
     most: int = 0
+    pace: float | None = None
 
     @classmethod
     def of(cls, field: Callable[[str], Any]) -> Grid | None:
         """From the fields of a vision tower; None where it takes pictures of one size."""
         names = ("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels")
         patch, merge, frames, channels = map(field, names)
-        return cls(patch, merge, frames, channels) if merge is not None else None
+        return cls(patch, merge, frames, channels, pace=field("tokens_per_second")) if merge is not None else None
 
     @property
     def side(self) -> int:

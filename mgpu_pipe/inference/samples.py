@@ -10,9 +10,11 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.prepare import PreparedSpeech
 from mgpu_pipe.data.image.captions import PreparedCaptions
+from mgpu_pipe.data.image.chats import PreparedPictureChats
 from mgpu_pipe.data.image.prepare import PreparedImages
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.inference.pictured_answers import answer_samples
 from mgpu_pipe.inference.pictures import picture_samples, retrieval_samples
 from mgpu_pipe.inference.recordings import transcript_samples
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Sample = dict[str, str]
-SHOWN = (PreparedImages.kind, PreparedCaptions.kind, PreparedSpeech.kind)
+SHOWN = (PreparedImages.kind, PreparedCaptions.kind, PreparedPictureChats.kind, PreparedSpeech.kind)
 
 
 def shows_samples(config: RunConfig) -> bool:
@@ -38,7 +40,8 @@ def make_samples(
     forward: Callable[..., Any] | None = None,
 ) -> list[Sample]:
     """Each of ``objective.prompts()`` with its continuation, or, behind an arrow, with what stands for itself;
-    of a run on pictures some held-out ones with their class, of one on speech some recordings with what is heard.
+    of a run on pictures some held-out ones with their class or the answers to questions about them, of one on speech
+    some recordings with what is heard.
 
     Args:
         together: the model is sharded: all processes make this call.
@@ -49,6 +52,8 @@ def make_samples(
         return retrieval_samples(config, prepared, model)
     if isinstance(prepared, PreparedImages):
         return picture_samples(config, prepared, model)
+    if isinstance(prepared, PreparedPictureChats):
+        return answer_samples(config, prepared, model)
     if isinstance(prepared, PreparedSpeech):
         return transcript_samples(config, prepared, model)
     if not prompts or tokenizer_folder is None:

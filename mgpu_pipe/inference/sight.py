@@ -51,7 +51,7 @@ class Sight:
         pixels, kind = chat_pixels(data, model), pictures_of(config)
         shown = [_picture(file, pixels.channels) for file in files]
         if isinstance(pixels, GridPixels):
-            places = [pixels.grid.places(image.height, image.width) for image in shown]
+            places = [(1, *pixels.grid.places(image.height, image.width)) for image in shown]
             for file, sides in zip(files, places, strict=True):
                 if not all(sides):
                     raise BadInputError(f"--image={file}: {TOO_LONG}; give another picture")

@@ -25,8 +25,8 @@ NOT_MATHEMATICS = {
     "attn_implementation",
     "_attn_implementation",
 }
-PICTURE = ("image_token_index", "image_seq_length", "image_token_id")
-"""The token of a picture in a text, and how many of them one takes."""
+PICTURE = ("image_token_index", "image_seq_length", "image_token_id", "video_token_id")
+"""The token of a picture in a text, and how many of them one takes; that of a video."""
 LISTED = 8
 
 

@@ -2,19 +2,22 @@
 
 LLaVA takes pictures of one size, Qwen-VL patches of pictures in sizes of their own, their grids, and positions along
 three axes. A micro-batch without any picture gets a blank one, in a row of its own that counts nothing.
+
+A video is a picture with several times in its grid. Qwen-VL's tower sees both alike, and the positions are made before;
+so both go through it in one pass, with the token of a picture in each of their places, and no process waits for another
+whose rows have only the other kind.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from mgpu_pipe.data.batch_spec import Field
 from mgpu_pipe.data.image.grids import row_positions
@@ -24,6 +27,8 @@ from mgpu_pipe.models.fields import picture_shape, places_of
 Batch = Mapping[str, torch.Tensor]
 MOST_PLACES = (2, 3)
 """Down and across, of a random picture in a size of its own."""
+MOST_TIMES = 2
+"""Of a random video."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +36,24 @@ class Picture:
     """One picture as the model takes it.
 
     Attributes:
-        places: down and across, in the language model's row.
+        places: in time, down and across, in the language model's row.
+        seconds: from each time of a video to the next; None of a picture.
     """
 
     values: torch.Tensor
-    places: tuple[int, int]
+    places: tuple[int, int, int]
+    seconds: float | None = None
 
     @property
     def tokens(self) -> int:
-        return self.places[0] * self.places[1]
+        return math.prod(self.places)
 
 
 class Pictures(ABC):
     """What a kind of model wants to be given.
 
     Attributes:
-        token: the id of the token that stands for a picture.
+        token, video: the ids of the tokens that stand for a picture, and for a video, where the model sees any.
         fields: of a micro-batch, beside its ids and labels.
         most_tokens: of a random picture.
     """
@@ -56,6 +63,7 @@ class Pictures(ABC):
 
     def __init__(self, config: Any) -> None:
         self.token = int(config.image_token_id)
+        self.video: int | None = None
 
     @abstractmethod
     def inputs(self, batch: Batch) -> dict[str, Any]:
@@ -79,7 +87,11 @@ class Pictures(ABC):
 
     @abstractmethod
     def of_row(self, batch: Batch, row: int) -> list[Picture]:
-        """The pictures of a row."""
+        """The pictures of a row of a random batch."""
+
+    def token_of(self, picture: Picture) -> int:
+        """That which stands in each of its places."""
+        return self.token if picture.seconds is None or self.video is None else self.video
 
     def with_blank(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` with a row of the blank picture's places."""
@@ -113,10 +125,10 @@ class OneSize(Pictures):
         return {"input_ids": ids[None], **shown}
 
     def drawn(self, generator: torch.Generator) -> Picture:
-        return Picture(torch.randn(*self._shape, generator=generator), (self.most_tokens, 1))
+        return Picture(torch.randn(*self._shape, generator=generator), (1, self.most_tokens, 1))
 
     def blank(self) -> Picture:
-        return Picture(torch.zeros(*self._shape), (self.most_tokens, 1))
+        return Picture(torch.zeros(*self._shape), (1, self.most_tokens, 1))
 
     def collated(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
         pixels = torch.zeros(len(rows), max(map(len, rows)), *self._shape)
@@ -127,26 +139,30 @@ class OneSize(Pictures):
 
     def of_row(self, batch: Batch, row: int) -> list[Picture]:
         shown = batch["pixel_values"][row][: int(batch["pictures"][row])]
-        return [Picture(one, (self.most_tokens, 1)) for one in shown]
+        return [Picture(one, (1, self.most_tokens, 1)) for one in shown]
 
 
 class OwnSizes(Pictures):
-    """``position_ids``, int64, (rows, 3, seq_len); ``grids``, patches down and across of each picture, int64, (rows,
-    most, 2); ``pixel_values``, float32, (rows, most patches, values): what there is first, and then zeros."""
+    """``position_ids``, int64, (rows, 3, seq_len); ``grids``, patches in time, down and across of each picture, int64,
+    (rows, most, 3); ``pixel_values``, float32, (rows, most patches, values): what there is first, and then zeros."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        grid = Grid.of(partial(getattr, config.vision_config))
+        grid = Grid.of(lambda name: getattr(config.vision_config, name, None))
         assert grid is not None
-        self.grid, self.most_tokens = grid, MOST_PLACES[0] * MOST_PLACES[1]
+        self.grid, self.most_tokens = grid, math.prod(MOST_PLACES)
+        if grid.pace is not None:
+            self.video, self.most_tokens = int(config.video_token_id), self.most_tokens * MOST_TIMES
         self.fields = {
             "position_ids": Field(sequence_dim=2, counting=True, shape=(3,)),
-            "grids": Field(sequence_dim=None, shape=(1, 2)),
+            "grids": Field(sequence_dim=None, shape=(1, 3)),
             "pixel_values": Field(sequence_dim=None, dtype="float32", shape=(1, grid.values)),
         }
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         ids, pixels, grids = batch["input_ids"], batch["pixel_values"], batch["grids"]
+        if self.video is not None:
+            ids = ids.masked_fill(ids == self.video, self.token)
         positions = batch["position_ids"].transpose(0, 1)
         patches = grids.prod(-1)
         pixels = pixels[torch.arange(pixels.shape[1], device=pixels.device) < patches.sum(1, keepdim=True)]
@@ -154,7 +170,7 @@ class OwnSizes(Pictures):
         if not len(shown):
             blank = self.blank()
             ids, pixels = self.with_blank(ids), blank.values.to(pixels)
-            shown = grids.new_full((1, 2), self.grid.merge)
+            shown = grids.new_tensor([[1, self.grid.merge, self.grid.merge]])
             # One place is one token along every axis, so that a text's positions are right for it.
             counted = torch.arange(ids.shape[1], device=ids.device).expand(3, 1, -1)
             positions = torch.cat([positions, counted], 1)
@@ -162,50 +178,72 @@ class OwnSizes(Pictures):
             "input_ids": ids,
             "position_ids": positions,
             "pixel_values": pixels,
-            "image_grid_thw": F.pad(shown, (1, 0), value=1),
+            "image_grid_thw": shown,
             "use_cache": False,
         }
 
     def alone(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, Any]:
-        if not pictures:
-            return {"input_ids": ids[None]}
-        sides = [(1, *(side * self.grid.merge for side in one.places)) for one in pictures]
-        return {
-            "input_ids": ids[None],
-            "pixel_values": torch.cat([one.values for one in pictures]),
-            "image_grid_thw": torch.tensor(sides, device=ids.device),
-            "mm_token_type_ids": (ids[None] == self.token).int(),
-        }
+        given: dict[str, Any] = {"input_ids": ids[None]}
+        for pixels, grid, videos in (
+            ("pixel_values", "image_grid_thw", False),
+            ("pixel_values_videos", "video_grid_thw", True),
+        ):
+            if chosen := [one for one in pictures if (one.seconds is not None) == videos]:
+                given[pixels] = torch.cat([one.values for one in chosen])
+                given[grid] = self._patches([one.places for one in chosen]).to(ids.device)
+        if pictures:
+            kinds = (ids == self.token).int()
+            given["mm_token_type_ids"] = (kinds if self.video is None else kinds + 2 * (ids == self.video).int())[None]
+        if seconds := [one.seconds for one in pictures if one.seconds is not None]:
+            given["second_per_grid_ts"] = torch.tensor(seconds, device=ids.device)
+        return given
 
     def drawn(self, generator: torch.Generator) -> Picture:
         down, across = (int(torch.randint(1, most + 1, (), generator=generator)) for most in MOST_PLACES)
-        patches = down * across * self.grid.merge**2
-        return Picture(torch.randn(patches, self.grid.values, generator=generator), (down, across))
+        times, seconds = 1, None
+        if self.video is not None:  # every other one is a video
+            times = int(torch.randint(0, MOST_TIMES + 1, (), generator=generator))
+            times, seconds = max(times, 1), 1.0 if times else None
+        patches = times * down * across * self.grid.merge**2
+        values = torch.randn(patches, self.grid.values, generator=generator)
+        return Picture(values, (times, down, across), seconds)
 
     def blank(self) -> Picture:
-        return Picture(torch.zeros(self.grid.merge**2, self.grid.values), (1, 1))
+        return Picture(torch.zeros(self.grid.merge**2, self.grid.values), (1, 1, 1))
 
     def collated(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
-        grids = torch.zeros(len(rows), max(map(len, rows)), 2, dtype=torch.int64)
+        grids = torch.zeros(len(rows), max(map(len, rows)), 3, dtype=torch.int64)
         amounts = [sum(len(one.values) for one in pictures) for pictures in rows]
         pixels = torch.zeros(len(rows), max(amounts), self.grid.values)
         positions = torch.empty(len(rows), 3, ids.shape[1], dtype=torch.int64)
         for row, pictures in enumerate(rows):
-            places = np.array([one.places for one in pictures], np.int64).reshape(-1, 2)
-            positions[row] = torch.from_numpy(row_positions(ids[row].numpy() == self.token, places))
-            grids[row, : len(pictures)] = torch.from_numpy(places) * self.grid.merge
+            places = np.array([one.places for one in pictures], np.int64).reshape(-1, 3)
+            steps = np.array([(self.grid.pace or 0) * (one.seconds or 0) for one in pictures], np.float32)
+            positions[row] = torch.from_numpy(row_positions(self._placed(ids[row]).numpy(), places, steps))
+            grids[row, : len(pictures)] = self._patches(places)
             if pictures:
                 pixels[row, : amounts[row]] = torch.cat([one.values for one in pictures])
         return {"position_ids": positions, "grids": grids, "pixel_values": pixels}
 
     def of_row(self, batch: Batch, row: int) -> list[Picture]:
-        grids = [one for one in batch["grids"][row].tolist() if all(one)]
-        sizes = [down * across for down, across in grids]
-        values = batch["pixel_values"][row][: sum(sizes)].split(sizes)
+        grids = batch["grids"][row]
+        sizes = grids[grids.prod(-1) > 0].prod(-1)
+        values = batch["pixel_values"][row][: int(sizes.sum())].split(sizes.tolist())
+        tokens = sizes // self.grid.merge**2
+        ids = batch["input_ids"][row]
+        kinds = ids[self._placed(ids)][tokens.cumsum(0) - tokens].tolist()
         merge = self.grid.merge
         return [
-            Picture(one, (down // merge, across // merge)) for one, (down, across) in zip(values, grids, strict=True)
+            Picture(one, (times, down // merge, across // merge), 1.0 if kind == self.video else None)
+            for one, (times, down, across), kind in zip(values, grids.tolist(), kinds, strict=False)
         ]
+
+    def _placed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which tokens stand for pictures or videos."""
+        return ids == self.token if self.video is None else (ids == self.token) | (ids == self.video)
+
+    def _patches(self, places: Any) -> torch.Tensor:
+        return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])
 
 
 def pictures_of(config: Any) -> Pictures:

@@ -97,10 +97,11 @@ class VisionLanguageObjective(Objective):
         def draw(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=generator)
 
-        image = self._pictures.token
+        standing = sorted(one for one in (self._pictures.token, self._pictures.video) if one is not None)
         most = (seq_len - SHORTEST) // (self._pictures.most_tokens + 1)
-        ids = draw(0, int(self._config.get_text_config().vocab_size) - 1, samples, seq_len + 1)
-        ids = torch.where(ids >= image, ids + 1, ids)
+        ids = draw(0, int(self._config.get_text_config().vocab_size) - len(standing), samples, seq_len + 1)
+        for token in standing:
+            ids = torch.where(ids >= token, ids + 1, ids)
         counts = draw(0, most + 1, samples)
         counts[-1] = most
         if step % 3 == 0:
@@ -113,7 +114,7 @@ class VisionLanguageObjective(Objective):
             begin = int(draw(0, 2, 1))
             shown.append([self._pictures.drawn(generator) for _ in range(number)])
             for picture in shown[-1]:  # a token of text between each two
-                ids[row, begin : begin + picture.tokens] = image
+                ids[row, begin : begin + picture.tokens] = self._pictures.token_of(picture)
                 begin += picture.tokens + 1
             end = int(draw(begin + 2, seq_len + 2, 1))
             counted[row, int(draw(begin + 1, end, 1)) : end] = True

@@ -58,6 +58,7 @@ CONVOLUTION = 16
 """Channels of the convolutions that a waveform goes through."""
 TOKEN_IDS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index", "image_token_id"),
+    "video_token_id",
 )
 
 

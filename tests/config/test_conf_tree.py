@@ -62,6 +62,7 @@ NEEDS_MORE = {
     ("model", "qwen25_vl_7b"),
     ("model", "qwen3_vl_tiny"),
     ("data", "digit_questions"),
+    ("data", "moving_shapes"),
     ("data", "picture_chats"),
     ("data", "captioned_folder"),
     ("data", "captions"),

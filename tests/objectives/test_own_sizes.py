@@ -114,7 +114,7 @@ def test_a_picture_keeps_its_shape_and_tokens_stand_where_transformers_puts_them
         **{"wide": (12, 40), "high": (32, 16), "small": (8, 12), "large": (44, 32)}
     }, "scaled up to four places, down to 1600 pixels, and to whole places else"
     shown = [[name] for name in SIZES] + [["wide", "high"], []]
-    assert batch["grids"][row].tolist() == [(side["wide"] // 2).tolist(), (side["high"] // 2).tolist()]
+    assert batch["grids"][row].tolist() == [[1, *(side[name] // 2).tolist()] for name in ("wide", "high")]
     amounts = [sum(int(side[name].prod()) // 16 for name in names) for names in shown]
     pictured = batch["input_ids"] == prepared.image_token_id
     assert pictured.sum(1).tolist() == amounts

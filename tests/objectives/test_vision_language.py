@@ -193,8 +193,8 @@ def test_digits_are_held_out_by_pairs_and_asked_about_alone_and_together(cache: 
     assert prepared.long_samples == 0 and prepared.train_samples + prepared.held_out_samples == 3143
     shown = {}
     for split in ("train", "validation"):
-        offsets, pictures = prepared.shown_in(split)
-        own = prepared.documents(split)
+        own, seen = prepared.documents(split), prepared.shown_in(split)
+        offsets, pictures = seen.offsets, seen.pictures
         shown[split] = {int(one) for at in own for one in pictures[offsets[at] : offsets[at + 1]]}
         counts = set(np.diff(offsets)[own].tolist())
         assert counts == ({0, 1, 2} if split == "train" else {1, 2}), "what is held out is about pictures"

@@ -46,6 +46,12 @@ def need_speech(*programs: str) -> None:
             pytest.skip(f"spoken digits need {program}: apt-get install {program}")
 
 
+def need_pyav() -> None:
+    """Skip where PyAV, which reads video files, is not installed."""
+    if find_spec("av") is None:
+        pytest.skip("video files need PyAV: pip install av")
+
+
 def _need(missing: Sequence[Exception]) -> None:
     if missing:
         pytest.skip("; ".join(map(str, missing)))

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.clips import StoredClips
 from mgpu_pipe.data.image.dataset import StoredPictures
 from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, row_positions
 from mgpu_pipe.data.image.keys import PictureChatConfig
@@ -19,6 +20,8 @@ from mgpu_pipe.data.text.encode import TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mgpu_pipe.data.image.chats import PreparedPictureChats
 
 
@@ -36,13 +39,14 @@ class PictureChatSamples:
         self._config, self._data, self._known, self._reopen = config, config.data, prepared, reopen
         self._pixels, self._trains = chat_pixels(config.data, config.model), split == "train"
         self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
+        self._clips = StoredClips(prepared.clips_of(split))
         store, documents = TokenStore.open(prepared.folder_of(split)), prepared.documents(split)
         assert store.loss_mask is not None
         self._tokens, self._mask = store.tokens, store.loss_mask
         self._start, self._end = store.offsets[documents], store.offsets[documents + 1]
-        offsets, self._pictures = prepared.shown_in(split)
-        self._first, self._last = offsets[documents], offsets[documents + 1]
-        self._places = prepared.places_in(split)
+        self._all = prepared.shown_in(split)
+        self._first, self._last = self._all.offsets[documents], self._all.offsets[documents + 1]
+        self._places, self._standing = prepared.places_in(split), prepared.standing
         self._length = self._end - self._start + prepared.more_tokens(split)[documents]
         counted = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
         self._units = counted[self._end] - counted[np.minimum(self._start + 1, self._end)]
@@ -75,10 +79,13 @@ class PictureChatSamples:
             grid = self._pixels.grid
             patches = [np.concatenate(one) if one else np.zeros((0, grid.values), np.float32) for one in shown]
             places = [self._places[self._of(index)] for index in indices.tolist()]
-            pictured = arrays["input_ids"] == self._known.image_token_id
-            arrays["position_ids"] = np.stack([row_positions(*one) for one in zip(pictured, places, strict=True)])
-            grids = [one * grid.merge for one in places]
-            arrays |= {"grids": _together(grids, (2,), np.int64), "pixel_values": _together(patches, (grid.values,))}
+            seconds = [self._all.seconds[self._all.pictures[self._of(index)]] for index in indices.tolist()]
+            steps = [((grid.pace or 0) * np.nan_to_num(one)).astype(np.float32) for one in seconds]
+            placed = np.isin(arrays["input_ids"], self._standing)
+            positions = [row_positions(*one) for one in zip(placed, places, steps, strict=True)]
+            grids = [one * (1, grid.merge, grid.merge) for one in places]
+            arrays |= {"position_ids": np.stack(positions), "grids": _together(grids, (3,), np.int64)}
+            arrays["pixel_values"] = _together(patches, (grid.values,))
         else:
             arrays["pictures"] = self._last[indices] - self._first[indices]
             side = (self._pixels.channels, self._pixels.size, self._pixels.size)
@@ -91,20 +98,34 @@ class PictureChatSamples:
 
     def _shown(self, index: int, number: int) -> list[NDArray[np.float32]]:
         """The pictures of a conversation, as the model sees them."""
-        random, pictures = random_of(self._config.seed, number), self._pictures[self._of(index)].tolist()
-        images = (self._stored.picture(place) for place in pictures)
-        changed = (
-            self._pixels.changed(image, self._data, random) if self._trains else self._pixels.fitted(image)
-            for image in images
-        )
-        return [self._pixels.array(image) for image in changed]
+        random, arrays = random_of(self._config.seed, number), list[NDArray[np.float32]]()
+        for images in self.images(index):
+            if self._trains:  # all frames of a video are changed alike
+                before = random.bit_generator.state
+                for at, image in enumerate(images):
+                    random.bit_generator.state = before
+                    images[at] = self._pixels.changed(image, self._data, random)
+            else:
+                images = [self._pixels.fitted(image) for image in images]
+            arrays.append(self._pixels.clip(images))
+        return arrays
+
+    def images(self, index: int) -> list[list[Image]]:
+        """The pictures of a conversation, as they are stored; of a video its frames."""
+        channels, shown = self._pixels.channels, self._all.pictures[self._of(index)].tolist()
+        return [
+            [self._stored.picture(place) for place in one.frames]
+            if one.clip < 0
+            else self._clips.frames(one.clip, one.frames, channels)
+            for one in map(self._all.thing, shown)
+        ]
 
     def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         """Tokens and labels of a conversation, each picture's token as often as there are places for it."""
         piece = slice(int(self._start[index]), int(self._end[index]))
         tokens = self._tokens[piece].astype(np.int64)
         often = np.ones(len(tokens), np.int64)
-        often[tokens == self._known.image_token_id] = self._places[self._of(index)].prod(1)
+        often[np.isin(tokens, self._standing)] = self._places[self._of(index)].prod(1)
         length = int(often.sum())
         ids[:length] = np.repeat(tokens, often)
         trained = np.repeat(self._mask[piece] & TRAINED != 0, often)

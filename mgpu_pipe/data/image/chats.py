@@ -1,17 +1,15 @@
 """Conversations with pictures, each a sample of its own: one row, and its pictures. No torch.
 
-The conversations' tokens lie in a token store, where each picture is one token. What is known of the pictures lies as
-that of pictures with a class (:mod:`mgpu_pipe.data.image.prepare`), and beside it a folder with ``offsets.npy`` and
-``pictures.npy``: conversation ``c`` has the pictures ``pictures[offsets[c] : offsets[c + 1]]``, -1 for one that cannot
-be used. When a sample is read, each picture's token becomes as many as the language model gets vectors of it.
+The conversations' tokens lie in a token store, where each picture and each video is one token. What is known of the
+pictures lies as that of pictures with a class (:mod:`mgpu_pipe.data.image.prepare`), what is known of video files by
+:mod:`mgpu_pipe.data.image.clips`, and which conversation shows what by :mod:`mgpu_pipe.data.image.shown`. When a sample
+is read, each picture's token becomes as many as the language model gets vectors of it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,32 +19,23 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data import files
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.compressed import identity_of
-from mgpu_pipe.data.fingerprint import fingerprints
-from mgpu_pipe.data.image.chat_rows import COLUMN, QUESTIONS, ChatRow, rows_of
-from mgpu_pipe.data.image.digit_questions import digit_questions
-from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in, too_long
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, writing_to_cache
+from mgpu_pipe.data.image.chat_source import ChatSource
+from mgpu_pipe.data.image.clips import StoredClips
+from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.image.pixels import Pixels, of_vision
-from mgpu_pipe.data.image.prepare import known_digits, known_files, say_bad
-from mgpu_pipe.data.image.sources import FILES, Entry, digits_file, read_digits
+from mgpu_pipe.data.image.pixels import of_vision
+from mgpu_pipe.data.image.shown import Shown
 from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.text.conversations import PLACE
-from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.prepare import tokenise
+from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.prepared_rows import FOLDERS, PreparedRows
 from mgpu_pipe.data.text.sources import validation_source_config
-from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
+from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.families.pictures import Grid, picture_places
 
 _FORMAT = 1
-TRAINED = "no picture"
-"""The key of questions without a picture. Its hash is one of the largest, so that they are trained on and not held
-out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +43,10 @@ class PreparedPictureChats(PreparedRows):
     """All that a worker needs to load conversations with pictures; made by :func:`prepare_picture_chats`."""
 
     kind: ClassVar[str] = "picture_chats"
-    places: ClassVar[tuple[str, ...]] = (*FOLDERS, "shown", "held_out_shown", "pictures", "held_out_pictures")
+    places: ClassVar[tuple[str, ...]] = (
+        *FOLDERS,
+        *(f"{held}{name}" for held in ("", "held_out_") for name in ("shown", "pictures", "clips")),
+    )
     """The fields that are paths."""
 
     shown: Path
@@ -63,7 +55,12 @@ class PreparedPictureChats(PreparedRows):
     pictures: Path
     """What is known of these pictures."""
     held_out_pictures: Path
+    clips: Path
+    """What is known of its video files."""
+    held_out_clips: Path
     image_token_id: int
+    video_token_id: int | None = None
+    """None where there are no videos."""
     tokens_a_picture: int
     """0 where pictures have sizes of their own."""
     grid: Grid | None = None
@@ -80,32 +77,43 @@ class PreparedPictureChats(PreparedRows):
 
         return PictureChatSamples(config, self, split, reopen)
 
-    def shown_in(self, split: Split) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """``offsets`` and ``pictures`` of a split's folder."""
-        folder = self.shown if split == "train" else self.held_out_shown
-        return load_array(folder / "offsets.npy"), load_array(folder / "pictures.npy")
+    def shown_in(self, split: Split) -> Shown:
+        """What the conversations of a split's folder show."""
+        return Shown.open(self.shown if split == "train" else self.held_out_shown)
+
+    @property
+    def standing(self) -> list[int]:
+        """The tokens that stand for a picture or a video."""
+        return [one for one in (self.image_token_id, self.video_token_id) if one is not None]
 
     def pictures_of(self, split: Split) -> Path:
         return self.pictures if split == "train" else self.held_out_pictures
 
+    def clips_of(self, split: Split) -> Path:
+        return self.clips if split == "train" else self.held_out_clips
+
     def places_in(self, split: Split) -> NDArray[np.int64]:
-        """Places down and across of each of a split's shown pictures, (pictures, 2); zeros for one that cannot be used.
+        """Places in time, down and across of each of a split's shown pictures, (pictures, 3); zeros for one that cannot
+        be used.
 
         A picture of the one size that all have counts as so many down, and one across.
         """
-        _, pictures = self.shown_in(split)
-        if self.grid is None:
-            return np.where(pictures[:, None] < 0, 0, np.array([[self.tokens_a_picture, 1]]))
-        places = places_of_shapes(self.grid, shapes_in(known_shapes(self.pictures_of(split))))
-        return np.concatenate([places, np.zeros((1, 2), np.int64)])[pictures]
+        shown = self.shown_in(split)
+        if self.grid is None:  # each thing is one picture
+            places = np.where(shown.frames[:, None] < 0, 0, np.array([[1, self.tokens_a_picture, 1]]))
+        else:
+            sizes = shapes_in(known_shapes(self.pictures_of(split)))
+            clips = np.array([fact[1:3] for fact in StoredClips(self.clips_of(split)).facts], np.int64)
+            places = shown.places(self.grid, *(places_of_shapes(self.grid, one) for one in (sizes, clips)))
+        return places[shown.pictures]
 
     def more_tokens(self, split: Split) -> NDArray[np.int64]:
         """By how many tokens the pictures of each conversation of a split's folder make it longer."""
-        return _summed(self.places_in(split).prod(1) - 1, self.shown_in(split)[0])
+        return _summed(self.places_in(split).prod(1) - 1, self.shown_in(split).offsets)
 
     def faults(self, split: Split) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which conversations of a split's folder have a picture that cannot be used, and which others are too long."""
-        bad = _summed(self.places_in(split).prod(1) == 0, self.shown_in(split)[0]) > 0
+        bad = _summed(self.places_in(split).prod(1) == 0, self.shown_in(split).offsets) > 0
         store = TokenStore.open(self.folder_of(split))
         return bad, (np.diff(store.offsets) + self.more_tokens(split) > self.seq_len) & ~bad
 
@@ -123,7 +131,8 @@ class PreparedPictureChats(PreparedRows):
 
     def model_fields(self) -> dict[str, Any]:
         if self.grid is not None:
-            return {"image_token_id": self.image_token_id}
+            video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
+            return {"image_token_id": self.image_token_id, **video}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
     def complete(self, config: RunConfig) -> RunConfig:
@@ -152,13 +161,17 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     cache, told = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
-        train = held = _Rows.of(config, "data.paths", cache, told)
+        train = held = ChatSource.of(config, "data.paths", pixels, cache, told)
         if data.validation_paths:
-            held = _Rows.of(validation_source_config(config), "data.validation_paths", cache, told)
+            held = ChatSource.of(validation_source_config(config), "data.validation_paths", pixels, cache, told)
         tokenizer = resolve_tokenizer(config, [(train.plain, train.source)], cache, told)
-        image = _image_token(config, tokenizer)
-        both = {id(one): one.known(pixels, tokenizer, image, cache, told) for one in (train, held)}
-    (folder, shown, pictures), (held_folder, held_shown, held_pictures) = both[id(train)], both[id(held)]
+        image = _token(config, tokenizer, PLACE, "image_token_index", "image_token_id")
+        seen = any(thing.is_video for one in (train, held) for thing in one.things)
+        video = _token(config, tokenizer, VIDEO, "video_token_id") if seen else None
+        standing = [one for one in (image, video) if one is not None]
+        both = {id(one): one.known(pixels, tokenizer, standing, cache, told) for one in (train, held)}
+    folder, shown, pictures, clips = both[id(train)]
+    held_folder, held_shown, held_pictures, held_clips = both[id(held)]
     known = PreparedPictureChats(
         folder=folder,
         held_out_folder=held_folder,
@@ -170,7 +183,10 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         held_out_shown=held_shown,
         pictures=pictures,
         held_out_pictures=held_pictures,
+        clips=clips,
+        held_out_clips=held_clips,
         image_token_id=image,
+        video_token_id=video,
         tokens_a_picture=tokens,
         grid=grid,
         num_conversations=sum(TokenStore.open(one).num_documents for one in {folder, held_folder}),
@@ -182,8 +198,8 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         digest="",
         validation_digest="",
     )
-    seen = (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop, tokens, data.seq_len, _FORMAT)
-    return _counted(known, config, seen)
+    changes = (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop, tokens, data.seq_len, _FORMAT)
+    return _counted(known, config, changes)
 
 
 def _counted(known: PreparedPictureChats, config: RunConfig, seen: tuple[object, ...]) -> PreparedPictureChats:
@@ -210,92 +226,6 @@ def _counted(known: PreparedPictureChats, config: RunConfig, seen: tuple[object,
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The conversations of a source, and what makes them known.
-
-    Attributes:
-        plain: the configuration that reads :attr:`source`, whose messages are brought into one form.
-        pictures: of each conversation its pictures, by their places in ``entries``.
-        entries: picture files, each once; empty for the digits.
-    """
-
-    plain: RunConfig
-    source: Source
-    pictures: list[tuple[int, ...]]
-    origins: list[str]
-    entries: list[Entry]
-
-    @classmethod
-    def of(cls, config: RunConfig, key: str, cache: Path, progress: Progress) -> _Rows:
-        data = config.data
-        assert isinstance(data, PictureChatConfig)
-        plain = replace(config, data=replace(data, messages_column=COLUMN, format="messages"))
-        if data.source == QUESTIONS:
-            _, labels = read_digits(digits_file())
-            asked = list(digit_questions([int(label) for label in labels]))
-            documents = [
-                Document(one.text, f"data.source={QUESTIONS}: {one.pair}", 1, key=one.pair if one.pictures else TRAINED)
-                for one in asked
-            ]
-            content = digest_of(QUESTIONS, [(one.text, one.pictures) for one in asked])
-            source = Source(QUESTIONS, content, len(asked), lambda: iter(documents), "chat")
-            return cls(plain, source, [one.pictures for one in asked], [one.origin for one in documents], [])
-        paths = files.expand_paths(data.paths, key)
-        known = fingerprints(paths, cache, progress)
-
-        def rows() -> Iterator[ChatRow]:
-            return (row for path in paths for row in rows_of(data, path, known[path]))
-
-        def documents_of() -> Iterator[Document]:
-            return (Document(row.text, row.origin, row.size, key=row.key) for row in rows())
-
-        numbers, pictures, origins = dict[Path, int](), list[tuple[int, ...]](), list[str]()
-        entries = list[Entry]()
-        for row in rows():
-            entries += [Entry(one, "", row.origin) for one in dict.fromkeys(row.pictures) if one not in numbers]
-            pictures.append(tuple(numbers.setdefault(one, len(numbers)) for one in row.pictures))
-            origins.append(row.origin)
-        columns = (data.messages_column, data.image_column, data.format)
-        content = digest_of("picture_chats", columns, [identity_of(path, known[path]) for path in paths])
-        size = sum(known[path].size for path in paths)
-        return cls(plain, Source(data.source, content, size, documents_of, "chat"), pictures, origins, entries)
-
-    def known(
-        self, pixels: Pixels, tokenizer: TokenizerInfo, image: int, cache: Path, progress: Progress
-    ) -> tuple[Path, Path, Path]:
-        """The folders of the tokens, of which pictures they have, and of the pictures; made where they are missing."""
-        data = self.plain.data
-        assert isinstance(data, PictureChatConfig)
-        tokens = tokenise(self.plain, self.source, tokenizer, cache, progress)
-        if self.source.name == QUESTIONS:
-            pictures = known_digits(cache)
-        else:
-            pictures = known_files(data, self.entries, pixels.channels, cache, progress)
-        long = too_long(pixels.grid, pictures) if isinstance(pixels, GridPixels) else []
-        say_bad([*(read_manifest(pictures) or {})["bad"], *long], data.on_bad_sample)
-        shown = cache / "tokens" / f"{tokens.name}.shown-{digest_of(_FORMAT, pictures.name)}"
-        build_once(shown, partial(self._write, tokens, image, pictures))
-        return tokens, shown, pictures
-
-    def _write(self, tokens: Path, image: int, pictures: Path, out: Path) -> dict[str, Any]:
-        store = TokenStore.open(tokens)
-        counts = np.array([len(one) for one in self.pictures], np.int64)
-        starts = np.concatenate([[0], np.cumsum(store.tokens == image)])
-        kept = starts[store.offsets[1:]] - starts[store.offsets[:-1]]
-        for at in np.flatnonzero(kept != counts)[:1]:
-            reason = f"the chat template keeps {kept[at]} of {counts[at]} places of pictures"
-            raise DataError(f"{self.origins[at]}: {reason}; give another one by data.chat_template")
-        flat = np.array([one for several in self.pictures for one in several], np.int64)
-        if self.entries:
-            good = json.loads((pictures / FILES).read_text(encoding="utf-8"))["paths"]
-            place = {path: number for number, path in enumerate(good)}
-            flat = np.array([place.get(str(one.path.absolute()), -1) for one in self.entries], np.int64)[flat]
-        save_array(out / "offsets.npy", np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
-        save_array(out / "pictures.npy", flat)
-        return {"conversations": len(counts), "pictures": len(flat)}
-
-
 def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """The sum of the values between each two offsets."""
     before = np.concatenate([[0], np.cumsum(values)])
@@ -303,25 +233,28 @@ def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int6
     return summed
 
 
-def _image_token(config: RunConfig, tokenizer: TokenizerInfo) -> int:
-    """The id of the token that stands for a picture.
+def _token(config: RunConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
+    """The id of the token that stands for a picture, or for a video.
+
+    Args:
+        fields: of the model's configuration, where it says it.
 
     Raises:
         ConfigError: the tokenizer has none, or the model knows another one.
     """
     from tokenizers import Tokenizer
 
-    own = (model_field(config.model, name) for name in ("image_token_index", "image_token_id"))
+    own = (model_field(config.model, name) for name in fields)
     known = next((one for one in own if one is not None), None)
     read = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    number: int | None = read.token_to_id(PLACE)
+    number: int | None = read.token_to_id(place)
     if number is None and config.model.path is not None and known is not None and read.id_to_token(known) is not None:
         return int(known)  # the model's own chat template writes another token
     if number is None:
         fix = "name a chat template by data.chat_template, with which it gets the token"
-        raise ConfigError("data.tokenizer", config.data.tokenizer, fix, f"it has no token {PLACE}")
+        raise ConfigError("data.tokenizer", config.data.tokenizer, fix, f"it has no token {place}")
     if config.model.path is not None and known != number:
-        reason = f"its token {PLACE} is {number}, and the model's image_token_index {known}"
+        reason = f"its token {place} is {number}, and the model's {fields[0]} {known}"
         raise ConfigError("data.tokenizer", config.data.tokenizer, "use the model's own tokenizer", reason)
     return number
 

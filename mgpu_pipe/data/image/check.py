@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.chat_rows import QUESTIONS, first_rows
+from mgpu_pipe.data.image.chat_rows import QUESTIONS, SHAPES, ChatRow, first_rows
+from mgpu_pipe.data.image.clips import pyav
 from mgpu_pipe.data.image.decode import pillow
 from mgpu_pipe.data.image.grids import chat_pixels
 from mgpu_pipe.data.image.keys import ImageConfig, PictureChatConfig
@@ -14,7 +15,9 @@ from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.image.sources import DIGITS, digits_file, entries
 from mgpu_pipe.data.image.tars import TARS, check_tars
 from mgpu_pipe.data.text.chat_templates import check_chat
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.data.text.tokenizer import model_field
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.families.pictures import SEE_VIDEOS
 
 
 def check_pictures(config: RunConfig) -> None:
@@ -44,14 +47,43 @@ def check_picture_chats(config: RunConfig) -> None:
     """
     data = config.data
     assert isinstance(data, PictureChatConfig)
+
+    def rows(patterns: list[str], key: str) -> None:
+        looked = first_rows(data, patterns, key)
+        check_chat(config, (looked[0].text, looked[0].origin))
+        check_videos(config, looked)
+
     checks: list[Callable[[], object]] = [pillow, lambda: chat_pixels(data, config.model)]
     if data.source == QUESTIONS:
         checks.append(digits_file)
+    elif data.source == SHAPES:
+        checks.append(lambda: sees_videos(config, f"data.source={SHAPES}"))
     elif data.paths:
-        checks.append(lambda: check_chat(config, first_rows(data, data.paths, "data.paths")))
+        checks.append(lambda: rows(data.paths, "data.paths"))
         if data.validation_paths:
-            checks.append(lambda: first_rows(data, data.validation_paths, "data.validation_paths"))
+            checks.append(lambda: rows(data.validation_paths, "data.validation_paths"))
     _raise_all(checks)
+
+
+def check_videos(config: RunConfig, rows: Iterable[ChatRow]) -> None:
+    """Where a row has a video, the model takes it; where it is a file, PyAV is there.
+
+    Raises:
+        ConfigError: not so.
+    """
+    for row in rows:
+        if any(row.videos):
+            sees_videos(config, row.origin)
+        if any(video and path.is_file() for path, video in zip(row.pictures, row.videos, strict=True)):
+            pyav()
+
+
+def sees_videos(config: RunConfig, origin: str) -> None:
+    """The model is given videos; raises ConfigError otherwise."""
+    kind = config.model.type or model_field(config.model, "model_type")
+    if kind not in SEE_VIDEOS:
+        reason = f"{origin} has a video, which no model of {kind} is given"
+        raise ConfigError("model.type", kind, f"use one of {', '.join(SEE_VIDEOS)}", reason)
 
 
 def _raise_all(checks: Sequence[Callable[[], object]]) -> None:

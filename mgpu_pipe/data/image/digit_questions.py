@@ -25,7 +25,7 @@ TOGETHER = (
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation of one question: the JSON of its messages, its pictures, and the pair that it is about."""
+    """A conversation of one question: the JSON of its messages, its pictures, and the pair or clip that it is about."""
 
     text: str
     pictures: tuple[int, ...]
@@ -58,6 +58,10 @@ def _parity(digit: int) -> str:
 
 
 def _question(asked: str, answer: str, pictures: tuple[int, ...], pair: str) -> Question:
-    content = f"{PLACE * len(pictures)}{asked}"
+    return question(f"{PLACE * len(pictures)}{asked}", answer, pictures, pair)
+
+
+def question(content: str, answer: str, pictures: tuple[int, ...], pair: str) -> Question:
+    """That conversation."""
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return Question(json.dumps({"messages": messages}), pictures, pair)

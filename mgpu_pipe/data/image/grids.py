@@ -7,7 +7,7 @@ places that it takes in a row depends on its size, which is read once from its f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.image.decode import FORMATS, MODES, pillow
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.pixels import Pixels, normalised, of_vision, preprocessor
-from mgpu_pipe.data.image.sources import DIGITS_SIDE, FILES
+from mgpu_pipe.data.image.sources import FILES
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.pictures import LONGEST, Grid
@@ -92,11 +92,16 @@ class GridPixels(Pixels):
 
     def array(self, image: Image) -> NDArray[np.float32]:
         """Patches, those of one place one after the other; float32, (patches, values)."""
-        values, merge, patch = super().array(image), self.grid.merge, self.grid.patch
-        down, across = (side // (merge * patch) for side in values.shape[1:])
-        cut = values.reshape(self.channels, down, merge, patch, across, merge, patch).transpose(1, 4, 2, 5, 0, 3, 6)
-        still = np.repeat(cut[:, :, :, :, :, None], self.grid.frames, axis=5)
-        return still.reshape(-1, self.grid.values)
+        return self.clip([image])
+
+    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
+        """The same of a video's frames, of which the last is repeated until it is a patch's last."""
+        merge, patch, frames = self.grid.merge, self.grid.patch, self.grid.frames
+        shown = [super(GridPixels, self).array(image) for image in images]
+        values = np.stack([*shown, *shown[-1:] * (-len(shown) % frames)])
+        down, across = (side // (merge * patch) for side in values.shape[2:])
+        cut = values.reshape(-1, frames, self.channels, down, merge, patch, across, merge, patch)
+        return np.ascontiguousarray(cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)).reshape(-1, self.grid.values)
 
 
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
@@ -137,7 +142,8 @@ def _write_shapes(pictures: Path, out: Path) -> dict[str, Any]:
         paths = json.loads(file.read_text(encoding="utf-8"))["paths"]
         shapes = np.array([_shape(Path(path)) for path in paths], np.int64).reshape(-1, 2)
     else:
-        shapes = np.full((len(load_array(pictures / "labels.npy")), 2), DIGITS_SIDE, np.int64)
+        number, *size = load_array(pictures / "pixels.npy").shape
+        shapes = np.tile(np.array(size, np.int64), (number, 1))
     save_array(out / "shapes.npy", shapes)
     return {"pictures": len(shapes)}
 
@@ -156,25 +162,31 @@ def places_of_shapes(grid: Grid, shapes: NDArray[np.int64]) -> NDArray[np.int64]
     return found[which.reshape(-1)]
 
 
-def row_positions(pictures: NDArray[np.bool_], places: NDArray[np.int64]) -> NDArray[np.int64]:
+def row_positions(
+    pictures: NDArray[np.bool_], places: NDArray[np.int64], steps: NDArray[np.float32]
+) -> NDArray[np.int64]:
     """Where each token of a row stands: in time, down and across, (3, tokens).
 
     A text's token is one further along all axes than what is before it; a picture's places share one time and count
-    down and across from there, and what comes next stands behind the longer side (arXiv:2409.12191).
+    down and across from there, a video's do so at each of its times, and what comes next stands behind the longer side
+    (arXiv:2409.12191, and of time arXiv:2502.13923).
 
     Args:
-        pictures: which of the row's tokens are a picture's, each of which has as many as places.
-        places: of the pictures, down and across, (pictures, 2).
+        pictures: which of the row's tokens are a picture's or a video's, each of which has as many as places.
+        places: of each in time, down and across, (pictures, 3).
+        steps: from each time to the next, (pictures,).
     """
     positions = np.empty((3, len(pictures)), np.int64)
     before = np.cumsum(places.prod(1)) - places.prod(1)
     end = start = 0
-    for first, (down, across) in zip(np.flatnonzero(pictures)[before].tolist(), places.tolist(), strict=True):
+    firsts = np.flatnonzero(pictures)[before].tolist()
+    for first, (times, down, across), step in zip(firsts, places.tolist(), steps, strict=True):
         positions[:, end:first] = start + np.arange(first - end)
-        start, end = start + first - end, first + down * across
-        positions[0, first:end] = start
-        positions[1, first:end] = start + np.repeat(np.arange(down), across)
-        positions[2, first:end] = start + np.tile(np.arange(across), down)
+        start, end = start + first - end, first + times * down * across
+        moments = (np.arange(times, dtype=np.float32) * step).astype(np.int64)  # as transformers rounds them
+        positions[0, first:end] = start + np.repeat(moments, down * across)
+        positions[1, first:end] = start + np.tile(np.repeat(np.arange(down), across), times)
+        positions[2, first:end] = start + np.tile(np.arange(across), times * down)
         start += max(down, across)
     positions[:, end:] = start + np.arange(len(pictures) - end)
     return positions

@@ -64,6 +64,13 @@ class PictureChatConfig(ImageConfig):
     is the model folder's, else as many as four places in the text have."""
     max_pixels: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Pixels above which it is scaled down; auto is the model folder's, else as many as 1280 places have."""
+    video_column: str = "videos"
+    """Name of the field with the paths of a conversation's videos, files or folders of frames; without it video is
+    looked at (picture_chats)."""
+    frames_per_second: float = field(default=2.0, metadata={"at_least": 0.01})
+    """Frames a second that the model sees of a video file; a folder of frames has so many a second."""
+    max_frames: int = field(default=768, metadata={"at_least": 2})
+    """Frames that it sees of a video at most; of a longer one they are further apart."""
 
     def sample_text(self) -> str:
         return f"conversations of {self.seq_len} tokens with {super().sample_text()}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -104,6 +104,11 @@ class Pixels:
         values = values.reshape(image.height, image.width, self.channels)
         normed = (values - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         return np.ascontiguousarray(normed.transpose(2, 0, 1))
+
+    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
+        """The same of one picture, or of a video's frames, where the model is given videos."""
+        (image,) = images
+        return self.array(image)
 
 
 def _crop(size: tuple[int, int], least: float, drawn: NDArray[np.float64]) -> tuple[float, float, float, float]:

@@ -12,9 +12,10 @@ from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat import ChatTemplate
-from mgpu_pipe.data.text.conversations import PLACE
+from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.pictures import SEE_VIDEOS
 
 LARGEST_TEMPLATE = 1 << 20
 """Bytes; real ones have some thousand."""
@@ -48,7 +49,9 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
     chosen = config.data.chat_template
     if chosen is None:
         return None
-    place = (PLACE,) if config.data.source in PICTURE_CHAT_SOURCES else ()
+    place: tuple[str, ...] = (PLACE,) if config.data.source in PICTURE_CHAT_SOURCES else ()
+    if place and config.model.type in SEE_VIDEOS:
+        place = (PLACE, VIDEO)
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))

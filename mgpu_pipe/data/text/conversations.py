@@ -5,13 +5,15 @@ The forms are those of OpenAI and transformers (``messages``), ShareGPT, Stanfor
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mgpu_pipe.data.files import missing_column
 from mgpu_pipe.errors import DataError
 
-PLACE = "<image>"
-"""The token that stands for a picture in a conversation."""
+PLACE, VIDEO = "<image>", "<video>"
+"""The tokens that stand for a picture, and for a video, in a conversation."""
+PLACES = re.compile(f"{PLACE}|{VIDEO}")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Unicode noncharacters, which no text contains: they mark places in a rendering."""
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
@@ -135,12 +137,11 @@ def _joined(parts: list[object], number: int, origin: str) -> str:
 
 
 def as_parts(content: object) -> object:
-    """A text as the list of its texts and pictures, which templates of vision-language models take."""
+    """A text as the list of its texts, pictures and videos, which templates of vision-language models take."""
     if not isinstance(content, str):
         return content
-    first, *rest = content.split(PLACE)
+    first, *rest = PLACES.split(content)
     texts = [first, *(text.strip("\n") for text in rest)]
-    several = [
-        [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] for number, text in enumerate(texts)
-    ]
+    kinds = [[], *([{"type": "video" if place == VIDEO else "image"}] for place in PLACES.findall(content))]
+    several = [[*kind, {"type": "text", "text": text}] for kind, text in zip(kinds, texts, strict=True)]
     return [part for parts in several for part in parts if part.get("text") != "" or len(texts) == 1]

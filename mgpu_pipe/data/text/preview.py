@@ -116,7 +116,7 @@ def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, c
 def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
     """A conversation as a packed row, each of its pictures one token, and its padding a document of its own."""
     ids = batch["input_ids"][row]
-    pictures = ids == prepared.image_token_id
+    pictures = (ids[:, None] == ids.new_tensor(prepared.standing)).any(1)
     sizes = _tokens_of_pictures(batch, row, prepared)
     firsts = sizes.cumsum(0) - sizes + 1
     kept = ~pictures | (pictures.cumsum(0)[:, None] == firsts).any(1)

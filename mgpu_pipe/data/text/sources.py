@@ -45,7 +45,7 @@ MADE: dict[str, tuple[Literal["chat", "preferences", "pairs"], int]] = {
     "spoken_preferences": ("preferences", 1),
 }
 """Sources made of ``data.numbers`` by a rule: what their documents are, and how many each number gives."""
-MADE_HERE = ("digits", "captioned_digits", "digit_questions", "spoken_digits")
+MADE_HERE = ("digits", "captioned_digits", "digit_questions", "moving_shapes", "spoken_digits")
 READ_NO_PATHS = ("stdlib_text", *MADE, *RULES, "mixture", "synthetic", *MADE_HERE)
 # The preflight decodes at most this much; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20

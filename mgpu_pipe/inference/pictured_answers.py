@@ -1,0 +1,89 @@
+"""What a model answers to held-out questions about pictures and videos, with these."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.chat_samples import PictureChatSamples
+from mgpu_pipe.data.image.chats import PreparedPictureChats
+from mgpu_pipe.data.samples import evaluation_numbers
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.pictures import pictures_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedModel
+
+LOOKED_AT, SHOWN, SIDE, FRAMES, AT_ONCE = 32, 12, 48, 6, 8
+"""Questions that are asked, those of them that are kept, the pixels of a picture's longer side, pictures of a question
+that are shown, and questions of a forward pass."""
+
+
+def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: PreTrainedModel) -> list[dict[str, str]]:
+    """Some held-out conversations, those first that the model gets wrong: the text, its answer token by token behind
+    the right one, and the pictures side by side as PNG. Of a sharded model a collective call.
+    """
+    from mgpu_pipe.inference.generation import load_tokenizer
+
+    chosen = prepared.evaluated_samples()[:LOOKED_AT]
+    if not len(chosen):
+        return []
+    samples = prepared.open(config, "validation")
+    assert isinstance(samples, PictureChatSamples)
+    tokenizer, kind = load_tokenizer(prepared.tokenizer_folder), pictures_of(model.config)
+    was_training, device = model.training, next(model.parameters()).device
+    found = list[tuple[str, str, str, int]]()
+
+    def text(ids: torch.Tensor) -> str:
+        return " ".join(str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).split())
+
+    model.eval()
+    try:
+        for at in range(0, len(chosen), AT_ONCE):
+            indices = chosen[at : at + AT_ONCE]
+            batch = samples.batch(indices, evaluation_numbers(indices))
+            with torch.no_grad():
+                logits = model(**kind.inputs({name: value.to(device) for name, value in batch.items()})).logits
+            best = logits.argmax(-1).cpu()
+            for row, index in enumerate(indices.tolist()):
+                ids, labels = batch["input_ids"][row], batch["labels"][row]
+                answered = labels != IGNORE_INDEX
+                asked = ids[: int(answered.nonzero()[0]) + 1]
+                asked = asked[~torch.isin(asked, torch.tensor(prepared.standing))]
+                found.append((text(asked), text(labels[answered]), text(best[row][answered]), index))
+    finally:
+        model.train(was_training)
+    found.sort(key=lambda one: one[1] == one[2])
+    return [
+        {
+            "prompt": asked,
+            "text": f" \u2192 {answer}{'' if answer == right else f', wrong: {right}'}",
+            "image": _png([image for several in samples.images(index) for image in several]),
+        }
+        for asked, right, answer, index in found[:SHOWN]
+    ]
+
+
+def _png(images: Sequence[Image]) -> str:
+    """Pictures side by side; nothing without any."""
+    if not images:
+        return ""
+    shown = [images[at] for at in np.unique(np.linspace(0, len(images) - 1, FRAMES).round().astype(int))]
+    for one in shown:
+        one.thumbnail((SIDE, SIDE))
+    size = sum(one.width + 1 for one in shown) - 1, max(one.height for one in shown)
+    strip, content = shown[0].resize(size), io.BytesIO()
+    strip.paste(255 if strip.mode == "L" else (255, 255, 255), (0, 0, *size))
+    left = 0
+    for one in shown:
+        strip.paste(one, (left, 0))
+        left += one.width + 1
+    strip.save(content, "PNG")
+    return base64.b64encode(content.getvalue()).decode()

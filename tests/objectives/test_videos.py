@@ -1,0 +1,208 @@
+"""Videos in conversations. Oracle: transformers' model, and its video processor's own code, which wants torchvision.
+
+That loss and every gradient are those of one process is in test_own_sizes.py, whose random batches hold videos too.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import json
+import math
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.clips import chosen_frames
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.moving_shapes import CLIPS, FRAMES, SIDE, WAYS, moving_shapes
+from mgpu_pipe.data.image.pixels import Pixels
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.models.build import build_meta, materialise
+from tests.objectives.test_vision_language import CLASS, said
+from tests.support.command import mgpu
+from tests.support.needs import need_pyav
+from tests.support.pictures import noise, stored
+from tests.support.videos import frames_of, strange_videos, video_file, video_folder
+
+GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off")
+ROWS: list[dict[str, Any]] = [
+    {"messages": said("<video> Which way?", "left"), "videos": ["walk"]},
+    {
+        "conversations": [{"from": "human", "value": "<video>\nAnd it?"}, {"from": "gpt", "value": "up"}],
+        "video": "run.mkv",
+    },
+    {"messages": said("<image> after <video>?", "no"), "images": ["still.png"], "videos": ["run.mkv"]},
+    {
+        "messages": said(
+            [{"type": "video", "video": "walk"}, {"type": "image", "path": "still.png"}, {"type": "text", "text": "?"}],
+            "yes",
+        )
+    },
+    {"messages": said("Do you see me?", "No.")},
+]
+
+
+def chats(folder: Path, *overrides: str, rows: list[dict[str, Any]] = ROWS) -> RunConfig:
+    if not (folder / "chats.jsonl").exists():
+        video_folder(folder / "walk", frames_of(5))
+        video_file(folder / "run.mkv", frames_of(40, (18, 10)))
+        (folder / "still.png").write_bytes(stored(noise(1, 16)))
+        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tower = "model.config.vision_config"
+    shape = (f"{tower}.in_channels=3", f"{tower}.temporal_patch_size=2", "model.config.text_config.vocab_size=300")
+    given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("data.chat_template=chatml", "data.seq_len=160", "data.max_pixels=256", "data.validation_fraction=0")
+    steps = ("model=qwen25_vl_tiny", "data.global_batch_size=4", "data.num_workers=0", "trainer.max_steps=2")
+    return compose([*GIVEN, *given, *more, *steps, *shape, *overrides])[0]
+
+
+def of_transformers(name: str) -> Any:
+    """A function of transformers' video processor, whose module cannot be imported without torchvision."""
+    found = find_spec("transformers")
+    assert found is not None and found.origin is not None
+    file = Path(found.origin).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
+    functions = [one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.FunctionDef)]
+    (own,) = [one for one in functions if one.name == name]
+    space: dict[str, Any] = {"torch": torch, "math": math}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(ast.Module([own], []), str(file), "exec", flags, dont_inherit=True), space)
+    return space[name]
+
+
+def test_videos_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    need_pyav()
+    config = chats(tmp_path)
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(ROWS))
+    batch = samples.batch(every, -1 - every)
+    # Five frames of a folder are two pairs, four seconds of ten frames a second four; each frame's sides are multiples.
+    walk, run, still = [2, 6, 8], [4, 8, 4], [1, 8, 8]
+    assert [[grid for grid in row if any(grid)] for row in batch["grids"].tolist()] == [
+        *([walk], [run], [still, run], [walk, still], [])
+    ]
+    model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").model  # type: ignore[union-attr]
+    kinds = {"image": prepared.image_token_id, "video": prepared.video_token_id}
+    assert (model.config.image_token_id, model.config.video_token_id) == tuple(kinds.values())
+    seconds = {tuple(walk): 5 / 4, tuple(run): 1.0}
+    for row, ids in enumerate(batch["input_ids"]):
+        grids = [one for one in batch["grids"][row].tolist() if any(one)]
+        videos, pictures = [one for one in grids if one != still], [one for one in grids if one == still]
+        found, _ = model.get_rope_index(
+            ids[None],
+            ((ids == kinds["image"]).int() + 2 * (ids == kinds["video"]).int())[None],
+            torch.tensor(pictures) if pictures else None,
+            torch.tensor(videos) if videos else None,
+            torch.tensor([seconds[tuple(one)] for one in videos]),
+        )
+        assert torch.equal(batch["position_ids"][row], found[:, 0])
+    # The patches of the right frames, in transformers' order.
+    patchify, grid = of_transformers("patchify"), prepared.grid
+    for row, frames, chosen in ((0, frames_of(5), [0, 1, 2, 3]), (1, frames_of(40, (18, 10)), range(0, 40, 5))):
+        pixels = samples._pixels
+        values = np.stack([Pixels.array(pixels, pixels.fitted(frames[at])) for at in chosen])
+        own, *_ = patchify(None, torch.from_numpy(values)[None], grid.patch, grid.merge, grid.frames)
+        assert torch.equal(batch["pixel_values"][row][: own.shape[1]], own[0])
+    text = ["".join(part.text for part in one) for one in parts_of(prepared, samples, every, every, True)]
+    assert [(one.count("<image>"), one.count("<video>")) for one in text] == [(0, 1), (0, 1), (1, 1), (1, 1), (0, 0)]
+    trained = samples.batch(every, every)
+    assert torch.equal(trained["pixel_values"], samples.batch(every, every)["pixel_values"])
+
+
+@pytest.mark.parametrize(("total", "rate", "most"), [(40, 10.0, 768), (7, 30.0, 768), (300, 29.97, 9), (3, 5.0, 768)])
+def test_frames_are_chosen_as_transformers_chooses_them(total: int, rate: float, most: int) -> None:
+    data = PictureChatConfig(max_frames=most)
+    usual = SimpleNamespace(num_frames=None, fps=data.frames_per_second, temporal_patch_size=2, min_frames=4)
+    usual.max_frames = most
+    found = of_transformers("sample_frames")(usual, SimpleNamespace(total_num_frames=total, fps=rate))
+    chosen, seconds = chosen_frames(total, rate, data, 2)
+    assert chosen.tolist() == found.tolist()
+    assert seconds == pytest.approx(2 / (len(found) / total * rate)), "its sampled_fps"
+
+
+def test_a_video_that_cannot_be_used_stops_or_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    need_pyav()
+    strange = strange_videos(tmp_path)
+    rows = [*({"messages": said(f"<video>{name}"), "videos": [name]} for name in strange), ROWS[-1]]
+    config = chats(tmp_path, rows=rows)
+    lines = (tmp_path / "chats.jsonl").read_text().splitlines(keepends=True)
+    for line, told in zip(lines, strange.values(), strict=False):
+        (tmp_path / "chats.jsonl").write_text(line + lines[-1])
+        with pytest.raises(DataError, match=f"{re.escape(told)}.*data.on_bad_sample=skip"):
+            prepare(config)
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    prepared: Any = prepare(chats(tmp_path, "data.on_bad_sample=skip"))
+    assert (prepared.train_samples, prepared.bad_samples) == (1, len(strange))
+    assert "left out: " in caplog.text
+
+
+def test_a_video_of_more_frames_than_places_is_left_out_and_told(tmp_path: Path) -> None:
+    need_pyav()
+    prepared: Any = prepare(chats(tmp_path, "data.frames_per_second=10"))
+    assert prepared.train_samples == 3 and "2 conversations of more than 160 tokens" in prepared.told
+    assert prepare(chats(tmp_path, "data.frames_per_second=10", "data.max_frames=8")).train_samples == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row", "expected"),
+    [
+        (("model=qwen3_vl_tiny",), ROWS[0], "which no model of qwen3_vl is given; use one of qwen2_5_vl"),
+        (("model=llava_tiny",), ROWS[0], "which no model of llava is given"),
+        ((), {"messages": said("<video><video>"), "video": "walk"}, "has 1 videos, and places for 2"),
+        ((), {"messages": said("<image>"), "video": "walk"}, "has 0 pictures, and places for 1"),
+        ((), {"messages": said("<video>"), "video": "gone.mp4"}, "there is no file"),
+        ((), {"messages": said("hm", "<video>"), "video": "walk"}, "the assistant says <video>"),
+        (("data.max_frames=1",), ROWS[0], "data.max_frames=1"),
+    ],
+)
+def test_bad_input_is_told_before_the_run(
+    cache: Path, tmp_path: Path, overrides: tuple[str, ...], row: dict[str, Any], expected: str
+) -> None:
+    video_folder(tmp_path / "walk", frames_of(5))
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
+    model = () if overrides and overrides[0].startswith("model=") else ("model=qwen25_vl_tiny",)
+    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", *model)
+    out = mgpu(cache, tmp_path, "check", *GIVEN, *given, *overrides, code=2)
+    assert expected in " ".join(out.split()) and "Traceback" not in out
+
+
+def test_without_pyav_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.mkv").write_bytes(b"x")
+    (tmp_path / "chats.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ConfigError, match=r"PyAV is not installed.*pip install 'mgpu_pipe\[video\]'"):
+        prepare(chats(tmp_path))
+
+
+def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> None:
+    frames, questions = moving_shapes()
+    again, _ = moving_shapes()
+    assert np.array_equal(frames, again) and len(questions) == CLIPS
+    clips = frames.reshape(CLIPS, FRAMES, SIDE, SIDE).astype(int)
+    for number in range(0, CLIPS, 97):
+        steps = list(WAYS.values())[number % len(WAYS)]
+        fits = [
+            speed
+            for speed in (1, 2)
+            if all(
+                np.array_equal(np.roll(one > 127, [speed * step for step in steps], (0, 1)), after > 127)
+                for one, after in zip(clips[number], clips[number][1:], strict=False)
+            )
+        ]
+        assert len(fits) == 1, "it moves as the answer says"
+    given = ("model=qwen25_vl_tiny", "data=moving_shapes", "data.validation_fraction=0.2")
+    config = compose([*GIVEN, *given, f"data.cache_dir={cache}"])[0]
+    prepared: Any = prepare(config)
+    assert prepared.long_samples == 0 and prepared.train_samples + prepared.held_out_samples == CLIPS
+    assert 0.15 * CLIPS < prepared.held_out_samples < 0.25 * CLIPS
