@@ -63,6 +63,7 @@ NEEDS_MORE = {
     ("model", "qwen3_vl_tiny"),
     ("data", "digit_questions"),
     ("data", "moving_shapes"),
+    ("experiment", "video_shapes"),
     ("data", "picture_chats"),
     ("data", "captioned_folder"),
     ("data", "captions"),

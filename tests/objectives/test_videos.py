@@ -22,16 +22,17 @@ import torch
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.check import check_picture_chats
 from mgpu_pipe.data.image.clips import chosen_frames
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.moving_shapes import CLIPS, FRAMES, SIDE, WAYS, moving_shapes
 from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.objectives.test_vision_language import CLASS, said
-from tests.support.command import mgpu
+from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_pyav
 from tests.support.pictures import noise, stored
 from tests.support.videos import frames_of, strange_videos, video_file, video_folder
@@ -155,26 +156,25 @@ def test_a_video_of_more_frames_than_places_is_left_out_and_told(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "row", "expected"),
+    ("row", "expected"),
     [
-        (("model=qwen3_vl_tiny",), ROWS[0], "which no model of qwen3_vl is given; use one of qwen2_5_vl"),
-        (("model=llava_tiny",), ROWS[0], "which no model of llava is given"),
-        ((), {"messages": said("<video><video>"), "video": "walk"}, "has 1 videos, and places for 2"),
-        ((), {"messages": said("<image>"), "video": "walk"}, "has 0 pictures, and places for 1"),
-        ((), {"messages": said("<video>"), "video": "gone.mp4"}, "there is no file"),
-        ((), {"messages": said("hm", "<video>"), "video": "walk"}, "the assistant says <video>"),
-        (("data.max_frames=1",), ROWS[0], "data.max_frames=1"),
+        ({"messages": said("<video><video>"), "video": "walk"}, "has 1 videos, and places for 2"),
+        ({"messages": said("<image>"), "video": "walk"}, "has 0 pictures, and places for 1"),
+        ({"messages": said("<video>"), "video": "gone.mp4"}, "there is no file"),
+        ({"messages": said("hm", "<video>"), "video": "walk"}, "the assistant says <video>"),
     ],
 )
-def test_bad_input_is_told_before_the_run(
-    cache: Path, tmp_path: Path, overrides: tuple[str, ...], row: dict[str, Any], expected: str
-) -> None:
+def test_rows_that_do_not_hold_together_are_refused(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigErrors, match=re.escape(expected)):
+        check_picture_chats(chats(tmp_path, rows=[row]))
+
+
+def test_a_model_that_is_given_no_videos_is_refused_before_the_run(cache: Path, tmp_path: Path) -> None:
     video_folder(tmp_path / "walk", frames_of(5))
-    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
-    model = () if overrides and overrides[0].startswith("model=") else ("model=qwen25_vl_tiny",)
-    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", *model)
-    out = mgpu(cache, tmp_path, "check", *GIVEN, *given, *overrides, code=2)
-    assert expected in " ".join(out.split()) and "Traceback" not in out
+    (tmp_path / "chats.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", "model=qwen3_vl_tiny")
+    out = " ".join(mgpu(cache, tmp_path, "check", *GIVEN, *given, code=2).split())
+    assert "has a video, which no model of qwen3_vl is given; use one of qwen2_5_vl" in out and "Traceback" not in out
 
 
 def test_without_pyav_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +201,16 @@ def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> Non
             )
         ]
         assert len(fits) == 1, "it moves as the answer says"
-    given = ("model=qwen25_vl_tiny", "data=moving_shapes", "data.validation_fraction=0.2")
-    config = compose([*GIVEN, *given, f"data.cache_dir={cache}"])[0]
+    config = compose(["experiment=video_shapes", f"data.cache_dir={cache}"])[0]
     prepared: Any = prepare(config)
     assert prepared.long_samples == 0 and prepared.train_samples + prepared.held_out_samples == CLIPS
     assert 0.15 * CLIPS < prepared.held_out_samples < 0.25 * CLIPS
+
+
+@pytest.mark.slow
+def test_four_steps_of_the_experiment_show_frames_beside_answers(cache: Path, tmp_path: Path) -> None:
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "logger=none", "trainer.devices=2")
+    folder = run_folder(mgpu(cache, tmp_path, "experiment=video_shapes", *short, "scheduler.warmup_steps=1"))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and 0 <= summary["metrics"]["val/exact_match"] <= 1
+    assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:image/png;base64,') >= 12
