@@ -23,9 +23,10 @@ def main(folder: Path, sweep: Path) -> int:
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK, BadInputError, print_error
     from mgpu_pipe.runs.lock import is_held
+    from mgpu_pipe.sweep.outcome import ended
     from mgpu_pipe.sweep.point import CANCELLED, RUNNING
     from mgpu_pipe.sweep.store import Store
-    from mgpu_pipe.sweep.work import ended, take
+    from mgpu_pipe.sweep.work import take
 
     try:
         store = Store(sweep)

@@ -1,63 +1,33 @@
-"""The work on a sweep: one process takes a point that nobody has, runs it, records its end, and takes the next."""
+"""The work on a sweep: one process takes a point that nobody has, runs it, and takes the next."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import shlex
-import statistics
 import sys
 import time
 import traceback
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import (
-    EXIT_FAILURE,
-    EXIT_OK,
-    EXIT_STOPPED,
-    GradientSpikeError,
-    MgpuError,
-    NonFiniteError,
-    one_line,
-    print_error,
-)
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, MgpuError
 from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
 from mgpu_pipe.launch.stop import run_begins, run_ended, stop_requested
-from mgpu_pipe.report.run_view import WARM_UP_ROWS, finite
 from mgpu_pipe.runs.continue_line import this_program
-from mgpu_pipe.runs.metrics_file import read_metrics
-from mgpu_pipe.runs.summary import amend_summary, read_summary
-from mgpu_pipe.sweep.point import (
-    DIVERGED,
-    FAILED,
-    FINISHED,
-    GOES_ON,
-    INTERRUPTED,
-    OUT_OF_MEMORY,
-    PAUSED,
-    PRUNED,
-    RUNNING,
-    STOPPED,
-    Point,
-    me,
-)
+from mgpu_pipe.sweep.outcome import ended, ended_with, killed_for_memory, refused, say_in_run
+from mgpu_pipe.sweep.point import FAILED, FINISHED, GOES_ON, PAUSED, PRUNED, RUNNING, Point, me
 from mgpu_pipe.sweep.pruning import promoted
 from mgpu_pipe.sweep.search import Tried, suggest
 from mgpu_pipe.sweep.space import from_record
 from mgpu_pipe.sweep.store import Store
 
-NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|Cannot allocate memory|MemoryError")
-SPEEDS = ("throughput/tokens_per_s", "throughput/samples_per_s", "throughput/step_s")
-KILLED = "killed by SIGKILL"
 POLL_S = 0.2
 TABLE_ROWS = 50
 """Runs that the table at a sweep's end reads whole."""
@@ -131,7 +101,7 @@ def _settled(store: Store) -> list[Point]:
         return points
     for point in points:
         if point.status == PAUSED and store.change(point, status=PRUNED):
-            _say_in_run(RunPaths(Path(point.folder)), status=PRUNED)
+            say_in_run(RunPaths(Path(point.folder)), status=PRUNED)
     return store.points()
 
 
@@ -243,7 +213,7 @@ def _run(store: Store, point: Point, command: Sequence[str]) -> int:
     try:
         composition = hydra_cli.compose_one(parsed)
     except MgpuError as error:
-        return _refuse(store, point, error)
+        return refused(store, point, error)
     composition.swept = list(point.overrides)
     return run_composed(store, point, composition, command)
 
@@ -256,7 +226,7 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     if point.folder:
         composition.config.run.dir, composition.config.checkpoint.resume = point.folder, "auto"
     _limit(composition.config, point.budget)
-    began, memory = time.monotonic(), _killed_for_memory()
+    began, memory = time.monotonic(), killed_for_memory()
 
     def chosen(folder: Path) -> None:
         nonlocal point
@@ -266,43 +236,14 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
         checked(composition, joins=True)
         result = launched(composition, command, chosen)
     except MgpuError as error:
-        return _refuse(store, point, error)
+        return refused(store, point, error)
     except Exception as error:  # a defect of this program: shown whole, and the other runs go on
         traceback.print_exc()
-        return _end(store, point, FAILED, EXIT_FAILURE, repr(error), {}, time.monotonic() - began)
+        return ended_with(store, point, FAILED, EXIT_FAILURE, repr(error), {}, time.monotonic() - began)
     run_ended(asked_to_stop=result.asked_to_stop)
     if point.folder != str(result.folder):
         chosen(result.folder)
-    return ended(store, point, result.exit_code, time.monotonic() - began, _killed_for_memory() > memory)
-
-
-def ended(store: Store, point: Point, code: int, wall_s: float, short: bool = False) -> int:
-    """Record how a launch of a point's run ended; returns the exit code.
-
-    Args:
-        code: exit code of the launch, which took ``wall_s`` seconds.
-        short: the kernel killed a process for its memory meanwhile.
-    """
-    paths = RunPaths(Path(point.folder))
-    summary = read_summary(paths)
-    status, reason = outcome(code, summary, short, store.asked.get("diverged_above"))
-    if status == FINISHED and point.budget:
-        point, status, reason = _at_rung(store, point, summary)
-    if summary and summary.get("status") != status and status in (DIVERGED, OUT_OF_MEMORY):
-        _say_in_run(paths, status=status, reason=reason)
-    code = code or (EXIT_FAILURE if status == DIVERGED else EXIT_OK)
-    metrics = {**_figures(summary), **_speed(paths)}
-    _end(store, point, status, code, reason, {**summary, "metrics": metrics}, wall_s)
-    return EXIT_STOPPED if status == STOPPED else code
-
-
-def _say_in_run(paths: RunPaths, **outcome: object) -> None:
-    """Put what became of a run into its summary, and into its report, which was written before that was known."""
-    from mgpu_pipe.report.html import write_report
-
-    amend_summary(paths, **outcome)
-    if paths.report.is_file():
-        write_report([paths], paths.report)
+    return ended(store, point, result.exit_code, time.monotonic() - began, killed_for_memory() > memory)
 
 
 def _limit(config: RunConfig, budget: int) -> None:
@@ -311,93 +252,3 @@ def _limit(config: RunConfig, budget: int) -> None:
         if config.scheduler.total_steps is None:
             config.scheduler.total_steps = config.trainer.max_steps
         config.trainer.max_steps = budget
-
-
-def _at_rung(store: Store, point: Point, summary: Mapping[str, Any]) -> tuple[Point, str, str]:
-    """Keep what a run reached at its rung; it pauses there, unless that was the last one or it reached no number."""
-    metric = store.asked["metrics"][0]
-    value = _figures(summary).get(metric, math.nan)
-    if math.isnan(value):
-        return point, DIVERGED, f"{metric} is no number at step {point.budget}"
-    kept = store.change(point, rungs={**point.rungs, point.budget: value}) or point
-    return kept, FINISHED if point.budget == store.asked["rungs"][-1] else PAUSED, ""
-
-
-def outcome(code: int, summary: Mapping[str, Any], short: bool, bound: float | None = None) -> tuple[str, str]:
-    """What became of a run, and why.
-
-    Args:
-        code: exit code of its launch.
-        short: the kernel killed a process for its memory meanwhile.
-        bound: training loss above which it counts as diverged.
-    """
-    error = summary.get("error")
-    told = {str(key): str(value) for key, value in error.items()} if isinstance(error, Mapping) else {}
-    reason, kind = one_line(told.get("message", "")), told.get("type", "")
-    if code == EXIT_OK:
-        loss = _figures(summary).get("train/loss", math.nan)
-        if bound is not None and loss > bound:
-            return DIVERGED, f"train/loss={loss:.4g} is above sweep.diverged_above={bound:g}"
-        return FINISHED, ""
-    if code == EXIT_STOPPED:
-        return STOPPED, ""
-    if kind in (NonFiniteError.__name__, GradientSpikeError.__name__):
-        return DIVERGED, reason
-    if NO_MEMORY.search(kind) or NO_MEMORY.search(reason):
-        return OUT_OF_MEMORY, reason
-    if KILLED in reason:
-        return (OUT_OF_MEMORY, reason) if short else (INTERRUPTED, "its worker was killed from outside")
-    return FAILED, reason
-
-
-def _refuse(store: Store, point: Point, error: MgpuError) -> int:
-    print_error(error)
-    return _end(store, point, FAILED, error.exit_code, one_line(error), {}, 0.0)
-
-
-def _end(
-    store: Store, point: Point, status: str, code: int, reason: str, summary: Mapping[str, Any], wall_s: float
-) -> int:
-    """Record how a launch of a point ended; ``wall_s`` is this launch's time."""
-    step, world = summary.get("step"), summary.get("world_size")
-    store.change(
-        point,
-        status=status,
-        owner="",
-        exit_code=code,
-        reason=reason,
-        metrics=_figures(summary),
-        step=step if isinstance(step, int) else point.step,
-        wall_s=point.wall_s + wall_s,
-        cost_s=point.cost_s + wall_s * (world if isinstance(world, int) else 1),
-    )
-    return code
-
-
-def _figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What a run reached at its end, and the largest memory of its processes."""
-    metrics, memory = summary.get("metrics"), summary.get("memory")
-    values = dict(metrics) if isinstance(metrics, Mapping) else {}
-    peaks = memory.get("peak_gib") if isinstance(memory, Mapping) else None
-    if isinstance(peaks, list) and peaks:
-        values["memory/peak_gib"] = max(peaks)
-    return {
-        str(name): float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
-def _speed(paths: RunPaths) -> dict[str, float]:
-    """The median speed of a run's steps after its first ones; one step's own says little."""
-    columns = read_metrics(paths.metrics)
-    rates = {name: finite(columns.get(name, []))[WARM_UP_ROWS:] for name in SPEEDS}
-    return {name: statistics.median(values) for name, values in rates.items() if values}
-
-
-def _killed_for_memory() -> int:
-    """Processes that the kernel has killed on this machine since its boot because memory ran out."""
-    for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-        if line.startswith("oom_kill "):
-            return int(line.split()[1])
-    return 0
