@@ -9,6 +9,7 @@ from mgpu_pipe import __version__
 from mgpu_pipe.commands import Verb
 from mgpu_pipe.errors import EXIT_OK, BadInputError
 from mgpu_pipe.inference.arguments import folder_of, parsed, parser_of, quiet, takes_target
+from mgpu_pipe.inference.find import find
 from mgpu_pipe.inference.load import open_model
 from mgpu_pipe.inference.push import push_folder, push_target
 from mgpu_pipe.models.fields import class_of
@@ -40,10 +41,11 @@ def _export(arguments: argparse.Namespace) -> None:
     if arguments.push is not None and arguments.adapter:
         raise BadInputError("--push: takes whole models; use --merge in the place of --adapter")
     target = None if arguments.push is None else push_target(arguments.push)
+    found = find(folder)
     quiet()
     from mgpu_pipe.inference.adapters import has_adapters
 
-    run = open_model(folder, arguments.frozen_weights, arguments.weights == "ema")
+    run = open_model(found, arguments.frozen_weights, arguments.weights == "ema")
     of = "the average of " if arguments.weights == "ema" else ""
     option = "--adapter" if arguments.adapter else "--merge" if arguments.merge else None
     if option is not None and not has_adapters(run):

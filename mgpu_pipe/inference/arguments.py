@@ -10,7 +10,8 @@ from pathlib import Path
 from mgpu_pipe.config.arguments import VerbParser, byte_size
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.load import LoadedRun, existing_folder, load_run
+from mgpu_pipe.inference.find import existing_folder, find
+from mgpu_pipe.inference.load import LoadedRun, load_run
 from mgpu_pipe.runs.newest import named_or_newest, split_root
 
 FOLDER_HELP = (
@@ -70,8 +71,9 @@ def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 
 def open_run(arguments: argparse.Namespace) -> LoadedRun:
     folder, device = folder_of(arguments), device_of(arguments.device)
+    found = find(folder)
     quiet()
-    return load_run(folder, device, arguments.frozen_weights, arguments.weights == "ema")
+    return load_run(found, device, arguments.frozen_weights, arguments.weights == "ema")
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:

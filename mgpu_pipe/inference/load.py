@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.plain_files import NotPlainError, check_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.find import Found, find
 from mgpu_pipe.models.hub_folder import whole_folder
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class StoredModel:
 
 
 def load_run(
-    path: Path | str, device: torch.device | str = "cpu", frozen: Path | None = None, average: bool = False
+    path: Path | str | Found, device: torch.device | str = "cpu", frozen: Path | None = None, average: bool = False
 ) -> LoadedRun:
     """Open a run's folder (its newest whole step), a step's folder, or a Hugging Face folder.
 
@@ -102,30 +102,13 @@ def load_run(
         BadInputError: the folder is of another kind, or lacks the average asked for; of its kinds, CheckpointError
             for a damaged step and ModelFolderError for a model folder that is not whole.
     """
-    folder = existing_folder(path)
-    if (folder / "config.json").is_file():
-        _refuse_frozen(frozen, folder)
+    found = path if isinstance(path, Found) else find(path)
+    if found.config is None:
+        _refuse_frozen(frozen, found.folder)
         if average:
-            raise _no_average(folder)
-        return _load_model_folder(folder, device)
-    return _load_checkpoint(folder, device, frozen, average)
-
-
-def existing_folder(path: Path | str) -> Path:
-    """The folder at ``path``; nothing in it is read.
-
-    Raises:
-        BadInputError: nothing is there, or no folder that this program opens.
-    """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        raise BadInputError(f"{path}: no such folder; give a run's, step's or Hugging Face model's folder")
-    known = [RunPaths(folder).config, RunPaths(folder).checkpoints, folder / "manifest.json", folder / "config.json"]
-    if not any(entry.exists() for entry in known):
-        raise BadInputError(
-            f"{path}: neither a run's folder (checkpoints/), a step's (manifest.json) nor a model's (config.json)"
-        )
-    return folder
+            raise _no_average(found.folder)
+        return _load_model_folder(found.folder, device)
+    return _load_checkpoint(found, found.config, device, frozen, average)
 
 
 def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
@@ -135,10 +118,12 @@ def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
     return LoadedRun(model, folder, _tokenizer_folder(folder), None, None)
 
 
-def _load_checkpoint(folder: Path, device: torch.device | str, frozen: Path | None, average: bool) -> LoadedRun:
+def _load_checkpoint(
+    found: Found, config: RunConfig, device: torch.device | str, frozen: Path | None, average: bool
+) -> LoadedRun:
     from mgpu_pipe.models.build import materialise_empty
 
-    stored, reader = _open_checkpoint(folder, frozen, average)
+    stored, reader = _open_checkpoint(found, config, frozen, average)
     model = materialise_empty(stored.model, "cpu")
     parameters = dict(model.named_parameters())
     held = {n for n in reader.names("model") if n in parameters and reader.shape(n) == tuple(parameters[n].shape)}
@@ -169,15 +154,16 @@ def _no_average(folder: Path) -> BadInputError:
     return BadInputError(f"--weights=ema: {folder} holds no average of weights; train with optimizer.ema.decay=0.999")
 
 
-def open_model(path: Path | str, frozen: Path | None = None, average: bool = False) -> StoredModel:
+def open_model(path: Path | str | Found, frozen: Path | None = None, average: bool = False) -> StoredModel:
     """Open what :func:`load_run` opens, without holding its weights; those of a Hugging Face folder are held.
 
     Raises:
         BadInputError: as :func:`load_run`.
     """
-    folder = existing_folder(path)
-    if not (folder / "config.json").is_file():
-        return _open_checkpoint(folder, frozen, average)[0]
+    found = path if isinstance(path, Found) else find(path)
+    folder = found.folder
+    if found.config is not None:
+        return _open_checkpoint(found, found.config, frozen, average)[0]
     _refuse_frozen(frozen, folder)
     if average:
         raise _no_average(folder)
@@ -198,25 +184,20 @@ def read_from(model: PreTrainedModel) -> ReadTensor:
     return read
 
 
-def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[StoredModel, CheckpointReader]:
+def _open_checkpoint(
+    found: Found, config: RunConfig, frozen: Path | None, average: bool
+) -> tuple[StoredModel, CheckpointReader]:
     """A step's weights, read on demand: every chunk is checked when it is read."""
     import torch
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
-    from mgpu_pipe.checkpoint.select import resolve_source
     from mgpu_pipe.models.adapters.qlora import pack, packed_weight, parameters_of, unpack
     from mgpu_pipe.models.build import run_model
     from mgpu_pipe.models.pretrained import at_most
-    from mgpu_pipe.models.settings import model_settings, recorded_model, require_model_settings, with_recorded_data
+    from mgpu_pipe.models.settings import model_settings, require_model_settings
 
-    step_folder = resolve_source(folder, key="folder")
-    config, own = load_untrusted(step_folder / "config.yaml")
+    step_folder, own = found.folder, found.own
     reader = CheckpointReader(step_folder)
-    says_where_texts_end = config.model.path is not None
-    path = config.model.path
-    if path is not None and not (own and _is_there(path)):
-        config = replace(config, model=recorded_model(reader.state.get("model_config"), step_folder))
-    config = replace(config, model=with_recorded_data(config.model, reader.state.get("model_config")))
     with at_most(len(reader.names("model"))):
         model = run_model(config)
     base = _frozen_weights(reader, config, own, frozen)
@@ -256,16 +237,8 @@ def _open_checkpoint(folder: Path, frozen: Path | None, average: bool) -> tuple[
     tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)
     maker = None if config.model.path is None else local_folder(config.model.path)
     return StoredModel(
-        model, read, step_folder, tokenizer, config, reader.manifest.step, not says_where_texts_end, maker, own
+        model, read, step_folder, tokenizer, config, reader.manifest.step, not found.names_a_model, maker, own
     ), reader
-
-
-def _is_there(path: str) -> bool:
-    """Whether the model's folder of one's own run can be read; else the checkpoint says what the model is."""
-    try:
-        return local_folder(path).is_dir()
-    except ConfigError:
-        return False
 
 
 def _frozen_weights(

@@ -44,6 +44,8 @@ DTYPE_BITS = {
     "U8": 8,
     "BOOL": 8,
 }
+MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
+"""Modules that a model may have for each tensor of its weights, and always."""
 LEAST_SHARE_USED = 0.9
 """Models pad their vocabulary (by 2 % at most in published ones); fewer used rows than this is another tokenizer."""
 
@@ -86,6 +88,20 @@ def stored_elements(folder: Path) -> int:
 def stored_tensors(folder: Path) -> int:
     """How many tensors the folder's weights are; for a folder that was checked."""
     return sum(len(read_header(folder / name)) for name in weight_files(folder))
+
+
+def too_many_modules(modules: int, tensors: int) -> None:
+    """Refuse a model of far more parts than its weights have ``tensors``: it would never be built.
+
+    Raises:
+        ModelFolderError: it is one.
+    """
+    most = LEAST_MODULES + MODULES_A_TENSOR * tensors
+    if modules > most:
+        raise ModelFolderError(
+            f"the configuration describes more than {most:,} modules, the weights hold {tensors:,} tensors: they do "
+            "not belong together; look at its numbers of layers and experts"
+        )
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -18,14 +18,18 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 from mgpu_pipe.models.adapters.lora import is_adapter
 from mgpu_pipe.models.build import build_from, draw_parameter, first_line, model_config, recipe_of, tied_sources
-from mgpu_pipe.models.folder import check_model_folder, read_config_json, stored_elements, stored_tensors
+from mgpu_pipe.models.folder import (
+    check_model_folder,
+    read_config_json,
+    stored_elements,
+    stored_tensors,
+    too_many_modules,
+)
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.hub_folder import whole_folder
 from mgpu_pipe.models.new_rows import add_rows, stored_vocabulary
 from mgpu_pipe.models.scalars import scalars_to_vectors
 
-MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
-"""Modules that a model may have for each tensor of its weights, and always."""
 LEAST_ELEMENTS = 1 << 20
 
 if TYPE_CHECKING:
@@ -93,16 +97,12 @@ def at_most(tensors: int) -> Iterator[None]:
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
-    most, made = LEAST_MODULES + MODULES_A_TENSOR * tensors, 0
+    made = 0
 
     def count(*_: object) -> None:
         nonlocal made
         made += 1
-        if made > most:
-            raise ModelFolderError(
-                f"the configuration describes more than {most:,} modules, the weights hold {tensors:,} tensors: they "
-                "do not belong together; look at its numbers of layers and experts"
-            )
+        too_many_modules(made, tensors)
 
     hook = register_module_module_registration_hook(count)
     try:

@@ -7,21 +7,28 @@ there may be opened, made or changed, by whatever part of the program, its libra
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import struct
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.command import REPOSITORY
 from tests.support.program import ForkedProgram
 
 OPENED, MADE_OR_CHANGED = 0x20, 0x2 | 0x4 | 0x40 | 0x80 | 0x100 | 0x200
 WATCHDOG_S, PROCESSOR_S = 120, 20
 SECRET = "canary-of-the-environment"
 LINES = ("error: ", "note: ", "damaged: ", "run ", "checkpoint of step ")
+OPENERS = (("generate", "--prompt", "x"), ("eval",), ("chat",), ("export", "--out", "new"))
+"""Verbs that open a run or a model, and what they need."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -116,3 +123,25 @@ def attempt(arguments: Sequence[str], cwd: Path, cache: Path, forbidden: Path) -
         assert lines and all(line.startswith(LINES) for line in lines), said
         assert len(lines) <= 45 and max(map(len, lines)) < 3000, said
     return program.returncode, said
+
+
+def slow_imports(commands: Sequence[Sequence[str]], cwd: Path, cache: Path) -> list[tuple[int, list[str]]]:
+    """Give each command to a process forked from one new interpreter; its exit code, and what it imported that takes
+    seconds."""
+    program = textwrap.dedent(f"""
+        import json, os, sys
+        from mgpu_pipe.cli import main
+        for words in {[list(words) for words in commands]!r}:
+            pid = os.fork()
+            if pid:
+                os.waitpid(pid, 0)
+                continue
+            code = main(words)
+            slow = sorted({{"torch", "transformers", "pytorch_lightning"}} & set(sys.modules))
+            print(json.dumps([code, slow]), flush=True)
+            os._exit(0)
+    """)
+    known = {"PATH": os.environ["PATH"], "HOME": str(cwd), "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    told = subprocess.run([sys.executable, "-c", program], cwd=cwd, env=known, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    return [(code, modules) for code, modules in map(json.loads, told.stdout.splitlines())]
