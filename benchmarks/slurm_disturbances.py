@@ -32,7 +32,6 @@ WORDS = [
     "trainer.max_steps=30",
     "trainer.devices=1",
     "checkpoint.every_n_steps=3",
-    "launch.threads_per_worker=1",
 ]
 ON_SLURM = [
     "hydra/launcher=slurm",

@@ -26,6 +26,7 @@ TINY = [
     "data.global_batch_size=8",
     "data.validation_max_samples=4",
     "trainer.accelerator=cpu",
+    "launch.threads_per_worker=1",
 ]
 LIGHT = """
 import sys

@@ -1,8 +1,9 @@
 """Whole runs of the program without waiting for imports: launcher and workers are forked from the preloaded server.
 
 They are processes of their own with the program's own ``main``: launched, supervised, signalled and reaped as ever.
-Left out is the interpreter's start (4 seconds of processor time a worker). Tests of starting, and those that look at
-processes' command lines, start the real program (tests/support/command.py, tests/launch).
+Left out is the interpreter's start (4 seconds of processor time a worker), and a worker computes in one thread. Tests
+of starting, and those that look at processes' command lines, start the real program (tests/support/command.py,
+tests/launch).
 """
 
 from __future__ import annotations
@@ -127,11 +128,13 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
+    from mgpu_pipe.config import threads
     from mgpu_pipe.inference import export
     from mgpu_pipe.launch import fork_server, workers
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
     workers.subprocess = fork_server.subprocess = substitute
+    threads.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
     export.subprocess = types.SimpleNamespace(run=forked_check)  # type: ignore[assignment]
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()

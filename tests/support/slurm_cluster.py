@@ -25,6 +25,7 @@ TINY = (
     "data.global_batch_size=8",
     "data.tokenize_workers=1",
     "trainer.accelerator=cpu",
+    "launch.threads_per_worker=1",
     "logger=none",
 )
 
