@@ -30,9 +30,12 @@ LONG = tuple(
     f"docs/{page}.md"
     for page in (
         "tasks/strategies",
+        "tasks/adapters",
+        "tasks/hub",
         "tasks/python",
         "tasks/nodes",
         "tasks/steadier",
+        "tasks/sweeps",
         "tasks/doctor",
         "reference/checkpoint_format",
     )

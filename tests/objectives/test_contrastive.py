@@ -52,8 +52,8 @@ def verified(config: RunConfig, detached: bool = False) -> list[Worst]:
     [
         (1, ("strategy=single", "data.micro_batch_size=2")),
         (2, ("strategy=ddp", "data.micro_batch_size=2")),
-        (2, ("strategy=fsdp",)),
-        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         (2, ("strategy=zero3",)),
         pytest.param(4, ("strategy=ddp",), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),

@@ -89,10 +89,14 @@ def verified(config: RunConfig) -> list[Worst]:
     [
         (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
         (2, ("strategy=ddp", "objective.divergence=reverse")),
-        (2, ("strategy=fsdp", "objective.divergence=jensen_shannon", "objective.temperature=2")),
+        pytest.param(
+            2,
+            ("strategy=fsdp", "objective.divergence=jensen_shannon", "objective.temperature=2"),
+            marks=pytest.mark.exhaustive,
+        ),
         (2, ("strategy=pp", "objective.teacher_weight=1")),
         (2, ("strategy=zero3", FSDP)),
-        (2, ("strategy=ddp", FSDP)),
+        pytest.param(2, ("strategy=ddp", FSDP), marks=pytest.mark.exhaustive),
         (2, ("strategy=tp", "objective.divergence=jensen_shannon")),
         *(
             pytest.param(processes, strategy, marks=pytest.mark.exhaustive)

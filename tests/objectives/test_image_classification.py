@@ -54,8 +54,8 @@ def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
     [
         (1, ("strategy=single",)),
         (2, ("strategy=ddp",)),
-        (2, ("strategy=fsdp", "data.micro_batch_size=2")),
-        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
     ],

@@ -47,8 +47,8 @@ SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
     ("model", "processes", "strategy"),
     [
         (QWEN25, 1, ("strategy=single", "data.micro_batch_size=2")),
-        (QWEN3, 2, ("strategy=fsdp",)),
-        (QWEN25, 2, ("strategy=tp",)),
+        pytest.param(QWEN3, 2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
+        pytest.param(QWEN25, 2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         pytest.param(QWEN25, 2, ("strategy=zero3",), marks=pytest.mark.exhaustive),
         pytest.param(QWEN25, 2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
         pytest.param(QWEN3, 2, ("strategy=tp",), marks=pytest.mark.exhaustive),

@@ -55,8 +55,8 @@ def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
     [
         (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
         (2, ("strategy=ddp",)),
-        (2, ("strategy=fsdp", "data.micro_batch_size=2")),
-        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         pytest.param(2, ("strategy=tp", "model.config.feed_forward_proj=relu"), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),

@@ -54,9 +54,9 @@ def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
     [
         (1, BERT, ("strategy=single",)),
         (2, BERT, ("strategy=ddp",)),
-        (2, BERT, ("strategy=fsdp", "data.micro_batch_size=2")),
+        pytest.param(2, BERT, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
         (2, BERT, ("strategy=tp",)),
-        (2, LLAMA, ("strategy=tp",)),
+        pytest.param(2, LLAMA, ("strategy=tp",), marks=pytest.mark.exhaustive),
         pytest.param(4, BERT, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.exhaustive),
         pytest.param(4, LLAMA, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         *(pytest.param(2, BERT, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),

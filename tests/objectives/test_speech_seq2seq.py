@@ -41,8 +41,8 @@ WHISPER = (
     ("processes", "strategy"),
     [
         (2, ("strategy=ddp", "data.micro_batch_size=2", "model.config.apply_spec_augment=true")),
-        (2, ("strategy=fsdp",)),
-        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         (2, ("strategy=zero3",)),
         pytest.param(1, ("strategy=single", "objective.loss_chunk_tokens=0"), marks=pytest.mark.slow),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2", "model=whisper_small"), marks=pytest.mark.slow),

@@ -38,8 +38,8 @@ CLASS = "AutoModelForImageTextToText"
     [
         (1, ("strategy=single", "data.micro_batch_size=2", "model.config.vision_feature_layer=-2")),
         (2, ("strategy=ddp", "data.micro_batch_size=2")),
-        (2, ("strategy=fsdp", "model.config.vision_feature_layer=-2")),
-        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=fsdp", "model.config.vision_feature_layer=-2"), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         (2, ("strategy=zero3", "model.config.vision_feature_layer=-2")),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         pytest.param(2, ("strategy=zero2",), marks=pytest.mark.exhaustive),

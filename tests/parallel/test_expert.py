@@ -129,7 +129,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(name: str, size: int) 
     ("sizes", "options"),
     [
         ({"dp_shard": 4, "ep": 2}, {}),
-        ({"dp_shard": 2, "tp": 2, "ep": 4}, {}),
+        pytest.param({"dp_shard": 2, "tp": 2, "ep": 4}, {}, marks=pytest.mark.exhaustive),
         ({"dp_shard": 2, "tp": 2, "ep": 2}, {"checkpointing": "full"}),
         ({"dp_shard": 2, "tp": 2, "ep": 4}, {"sequence_parallel": True}),
     ],

@@ -76,7 +76,7 @@ def cut(names: list[str]) -> dict[str, tuple[float, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_loss_and_gradients_are_those_of_one_process(ranks: int) -> None:
     found = run_processes(ranks, cut, list(VARIANTS))
     for name in VARIANTS:

@@ -69,6 +69,7 @@ def test_padded_and_uneven_samples_too(cache: Path, corpus: Path, tmp_path: Path
         same(column(four, name), column(alone, name), 1e-5)
 
 
+@pytest.mark.exhaustive  # tests/launch/test_runs.py kills the real program, test_kills at random
 def test_a_killed_run_goes_on_bit_for_bit(cache: Path, corpus: Path, tmp_path: Path, uninterrupted: Path) -> None:
     folder = tmp_path / "run"
     command = overrides(

@@ -78,7 +78,7 @@ def compare(folder: Path, waiting: Path) -> None:
 
 
 def test_saving_beside_training_gives_the_same_checkpoints(start: Start, waiting: Path, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", *SLOW)
+    run = start(tmp_path / "run", SLOW[0], "+callbacks.disk.seconds=0.05")
     assert run.wait() == [0, 0], run.said()
     assert steps_of(tmp_path / "run") == [3, 6, 9, 12]
     compare(tmp_path / "run", waiting)

@@ -49,6 +49,7 @@ def test_a_sharded_run_is_the_run_of_one_process(
     assert "CPU time, mean" in report and "activations" in report and "optimizer" in report
 
 
+@pytest.mark.exhaustive  # test_megatron moves a run through four strategies
 def test_a_run_goes_on_under_another_strategy(cache: Path, corpus: Path, tmp_path: Path, alone: Path) -> None:
     first = overrides(corpus, "strategy=fsdp", "trainer.devices=3", "scheduler.total_steps=20", "trainer.max_steps=10")
     folder = run_folder(mgpu(cache, tmp_path, *first))

@@ -27,7 +27,9 @@ def single(cache: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_folder(mgpu(cache, cwd, *overrides(corpus, "strategy=single", *MORE)))
 
 
-@pytest.mark.parametrize(("preset", "devices"), [("zero1", 2), ("zero3", 4), ("zero3_cpu", 2)])
+@pytest.mark.parametrize(
+    ("preset", "devices"), [("zero1", 2), ("zero3", 4), pytest.param("zero3_cpu", 2, marks=pytest.mark.exhaustive)]
+)
 def test_the_numbers_are_those_of_one_process(
     cache: Path, corpus: Path, tmp_path: Path, single: Path, preset: str, devices: int
 ) -> None:
@@ -40,6 +42,7 @@ def test_the_numbers_are_those_of_one_process(
     assert [sample["prompt"] for sample in summary["samples"]] == ["def "]
 
 
+@pytest.mark.exhaustive  # test_megatron moves a run from ZeRO-3 through others to one process
 def test_a_zero3_checkpoint_goes_on_in_one_process(cache: Path, corpus: Path, tmp_path: Path, single: Path) -> None:
     words = overrides(corpus, "strategy=zero3", "trainer.devices=4", *MORE, "scheduler.total_steps=12")
     first = run_folder(mgpu(cache, tmp_path, *words, "trainer.max_steps=5"))

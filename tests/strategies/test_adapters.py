@@ -72,7 +72,7 @@ def plain_case(kind: str, model: str) -> Case:
 def is_sampled(strategy: str, kind: str, model: str) -> bool:
     turn = list(STRATEGIES).index(strategy) + list(KINDS).index(kind)
     if "experts" in kind:
-        return strategy in (("zero3", "tp", "ep") if "QLoRA" in kind else ("ddp", "fsdp", "tp", "ep"))
+        return strategy in (("tp", "ep") if "QLoRA" in kind else ("fsdp", "ep"))
     return kind != "LoRA" and (MODELS[turn % len(MODELS)] == model or strategy == "ep")
 
 

@@ -68,7 +68,7 @@ def goes_on(tmp_path: Path, model: str, source: Way, targets: list[Way]) -> None
             ("llama", "tp4, sequence", "pp2 x tp2 x dp_shard2"),
             ("gpt2", "pp2 zbv x cp2", "pp2 x tp2 x dp_shard2"),
         ],
-        lambda model, source, target: source in ("ep2 x tp2 x dp_shard2", "tp4, sequence"),
+        lambda model, source, target: source == "ep2 x tp2 x dp_shard2",
     ),
 )
 def test_what_a_cut_model_saved_any_other_strategy_reads(tmp_path: Path, model: str, source: str, target: str) -> None:
@@ -78,7 +78,7 @@ def test_what_a_cut_model_saved_any_other_strategy_reads(tmp_path: Path, model: 
 @pytest.mark.parametrize(
     ("model", "source"),
     sampled(
-        [("mixtral", "fsdp 3"), ("gpt2", "zero3 2"), ("llama", "single")], lambda model, source: source != "single"
+        [("mixtral", "fsdp 3"), ("gpt2", "zero3 2"), ("llama", "single")], lambda model, source: source == "zero3 2"
     ),
 )
 def test_a_cut_model_reads_what_other_strategies_saved(tmp_path: Path, model: str, source: str) -> None:

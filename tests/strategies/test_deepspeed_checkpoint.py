@@ -28,11 +28,12 @@ from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
 from tests.strategies.test_deepspeed import joined, parts, with_extensions_in
 from tests.strategies.test_mesh import LR, relative, whole
 from tests.support.processes import run_processes
+from tests.support.sampling import one_in
 from tests.support.tiny import MODELS, step_batch
 
 pytestmark = pytest.mark.slow
 
-CPU, HALF, ALL = torch.device("cpu"), 4, 14
+CPU, HALF, ALL = torch.device("cpu"), 4, 9
 FROZEN = ("wte", "embed_tokens", "h.0.mlp", "layers.0.mlp")
 
 
@@ -149,15 +150,15 @@ def resumed(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (("zero3", 2), ("ddp", 1)),
+        pytest.param(("zero3", 2), ("ddp", 1), marks=pytest.mark.exhaustive),
         (("ddp", 1), ("zero3", 4)),
         pytest.param(("zero3", 4), ("ddp", 2), marks=pytest.mark.exhaustive),
-        (("zero1", 2), ("zero3", 4)),
+        pytest.param(("zero1", 2), ("zero3", 4), marks=pytest.mark.exhaustive),
         pytest.param(("zero2", 4), ("zero1", 2), marks=pytest.mark.exhaustive),
         (("zero3", 2), ("zero2", 4)),
         pytest.param(("ddp", 2), ("zero1", 4), marks=pytest.mark.exhaustive),
         pytest.param(("zero3_cpu", 2), ("zero3", 4), marks=pytest.mark.exhaustive),
-        (("zero3", 4), ("zero3_cpu", 2)),
+        pytest.param(("zero3", 4), ("zero3_cpu", 2), marks=pytest.mark.exhaustive),
     ],
 )
 def test_any_engine_goes_on_from_any_other(tmp_path: Path, first: tuple[str, int], then: tuple[str, int]) -> None:
@@ -165,7 +166,7 @@ def test_any_engine_goes_on_from_any_other(tmp_path: Path, first: tuple[str, int
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), [(("zero3", 4), ("zero2", 2)), (("zero1", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 2))]
+    ("first", "then"), one_in(3, [(("zero3", 4), ("zero2", 2)), (("zero1", 2), ("ddp", 1)), (("ddp", 1), ("zero3", 2))])
 )
 @pytest.mark.parametrize("frozen", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_tied_embeddings_and_frozen_parameters(

@@ -56,7 +56,7 @@ def counted(config: RunConfig) -> tuple[list[Worst], int]:
     return worst_of(compare(config, on_start=watch)), len(calls)
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("preset", [pytest.param("zero1", marks=pytest.mark.exhaustive), "zero3"])
 @pytest.mark.parametrize(("mode", "times"), [("none", 1), ("full", 2), ("selective", 2)])
 def test_blocks_are_checkpointed(preset: str, mode: str, times: int) -> None:
     config = small_run(
