@@ -10,7 +10,7 @@ from mgpu_pipe.config.schema import ObjectiveConfig
 
 FAMILIES = (
     *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
-    *("ijepa", "metaclip_2", "siglip", "vit", "vit_msn"),
+    *("hiera", "ijepa", "metaclip_2", "pvt_v2", "siglip", "swin", "swinv2", "vit", "vit_msn"),
 )
 """Those tried: their classifiers look at one picture at a time (no batch statistics), and equal one process."""
 

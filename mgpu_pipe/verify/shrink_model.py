@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from math import lcm
 from typing import Any
 
@@ -77,6 +78,9 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     own = known.attribute_map
     spelled = {own.get(name, name): name for name in given}
     fields = resolved_fields(ModelConfig(type=model_type, config=given))
+    if isinstance(fields.get("num_attention_heads"), list | tuple):  # one for each stage: as it is, the layers as well
+        noiseless = {own.get(name, name): value for name, value in _dropouts(fields).items()}
+        return replace(model, path=None, type=model_type, config={**given, **noiseless})
     takes = known.names | set(given)
     wanted: dict[str, Any] = {}
     for part in (

@@ -22,8 +22,10 @@ from mgpu_pipe.objectives.image_classification import ImageClassificationObjecti
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
 from mgpu_pipe.report.comparison import PNG, encoded_of
 from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.bounds import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
+from mgpu_pipe.verify.shrink import shrink
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
@@ -78,13 +80,24 @@ SMALL = {
     **{"image_size": 32, "patch_size": 8, "depths": [1, 1], "hidden_sizes": [16, 32], "num_stages": 2, "embed_dim": 16},
     **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0},
 }
+NOISELESS = {name: value for name, value in SMALL.items() if "drop" in name}
+WINDOWS = {"image_size": 16, "patch_size": 2, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4, "embed_dim": 16}
+UNITS = {"masked_unit_size": [2, 2], "masked_unit_attention": [True, False], "num_heads": [1, 2], "num_query_pool": 1}
+NARROWING = {"hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 2, 4]}
+OWN = {
+    **dict.fromkeys(("swin", "swinv2"), WINDOWS),
+    "hiera": {**UNITS, "image_size": [32, 32], "patch_stride": [4, 4], "depths": [1, 1], "embed_dim": 16},
+    "pvt_v2": {**NARROWING, "image_size": 32},
+}
+"""Families whose sizes have a number for each stage."""
 TOWER = ("depths", "hidden_sizes", "num_stages", "embed_dim")
 """What image towers of two-tower models do not have."""
 
 
 def made(family: str) -> ImageClassificationObjective:
     known = config_fields(family) or set()
-    fields: dict[str, Any] = {name: value for name, value in SMALL.items() if name in known}
+    given = {**NOISELESS, **OWN[family]} if family in OWN else SMALL
+    fields: dict[str, Any] = {name: value for name, value in given.items() if name in known}
     if "vision_config" in known:
         fields["vision_config"] = {name: value for name, value in SMALL.items() if name not in TOWER}
     names = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
@@ -112,6 +125,13 @@ def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) ->
     np.add.at(confusion, (batch["labels"][:-1].numpy(), logits.argmax(-1).numpy()), 1)
     assert objective.findings([*sums, 5.0]) == {"confusion": confusion.tolist()}
     assert right == int((logits.argmax(-1) == batch["labels"][:-1]).sum()) and among == 5  # of three classes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_makes_a_small_run_of_every_family(family: str) -> None:
+    given = ("objective=image_classification", "data=digits", "model=hf", "model.path=null", f"model.type={family}")
+    small = shrink(compose([*given, "strategy=fsdp", "trainer.devices=2"])[0], ParallelDims(dp_shard=2))
+    assert build_meta(small.config.model, "AutoModelForImageClassification").config.model_type == family
 
 
 def small_data(folder: Path, *overrides: str) -> RunConfig:
