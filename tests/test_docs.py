@@ -31,6 +31,8 @@ LONG = tuple(
     for page in (
         "tasks/strategies",
         "tasks/adapters",
+        "tasks/distillation",
+        "tasks/recipes",
         "tasks/hub",
         "tasks/python",
         "tasks/nodes",

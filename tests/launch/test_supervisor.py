@@ -19,7 +19,7 @@ def worker_pids(run: Path, world_size: int) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_workers_meet_over_the_launchers_socket(run: Path, world_size: int) -> None:
     code, _, outcome = run_launcher(run, "all_reduce", world_size)
     assert (code, outcome[0]) == (0, "finished")

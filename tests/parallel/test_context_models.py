@@ -98,7 +98,7 @@ def check(results: list[Any], expected: Any, what: str = "") -> None:
         assert worst <= 1, what
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_loss_and_every_gradient_are_those_of_one_process(size: int) -> None:
     names, methods = ["llama", "qwen3", "gpt2", "mixtral"], ["ring", "ulysses"]
     results = run_processes(size, split_each, names, methods)

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow
             ),
             marks=pytest.mark.exhaustive,
         ),
-        ("strategy=pp", "trainer.devices=2", "strategy.pipeline.schedule=zbv"),
+        pytest.param(
+            ("strategy=pp", "trainer.devices=2", "strategy.pipeline.schedule=zbv"), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_a_cut_run_is_the_run_of_one_process(

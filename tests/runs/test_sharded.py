@@ -21,7 +21,7 @@ ADDRESS_SPACE = 3 << 30
     "strategy",
     [
         ("strategy=fsdp", "trainer.devices=4", "data.micro_batch_size=3"),
-        ("strategy=hsdp", "strategy.dp_replicate=2", "trainer.devices=4"),
+        pytest.param(("strategy=hsdp", "strategy.dp_replicate=2", "trainer.devices=4"), marks=pytest.mark.exhaustive),
         ("strategy=fsdp", "trainer.devices=2", "strategy.activation_checkpointing=full"),
     ],
 )
