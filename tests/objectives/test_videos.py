@@ -121,6 +121,18 @@ def test_videos_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
     assert torch.equal(trained["pixel_values"], samples.batch(every, every)["pixel_values"])
 
 
+def test_frames_of_a_video_are_changed_alike(tmp_path: Path) -> None:
+    need_pyav()
+    config = chats(tmp_path, "data.shift=4", "data.turn=30", rows=ROWS[:1])
+    first = (tmp_path / "walk" / "000.png").read_bytes()
+    for frame in (tmp_path / "walk").iterdir():
+        frame.write_bytes(first)
+    samples: Any = prepare(config).open(config, "train")
+    (trained,), (other,) = samples._shown(0, 7), samples._shown(0, 8)
+    begin, end = np.split(trained, 2)
+    assert np.array_equal(begin, end) and not np.array_equal(trained, other)
+
+
 @pytest.mark.parametrize(("total", "rate", "most"), [(40, 10.0, 768), (7, 30.0, 768), (300, 29.97, 9), (3, 5.0, 768)])
 def test_frames_are_chosen_as_transformers_chooses_them(total: int, rate: float, most: int) -> None:
     data = PictureChatConfig(max_frames=most)
