@@ -16,18 +16,15 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.checkpoint.exchange import exchange_json
 from mgpu_pipe.config.replace_file import replace_file
-from mgpu_pipe.data.loader import EvaluationStepBatches
-from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import StepBatch
-from mgpu_pipe.objectives.first_weights import RunStart
+from mgpu_pipe.objectives.first_weights import SPLITS, RunStart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from mgpu_pipe.objectives.base import Objective
 
-SPLITS: tuple[Split, ...] = ("train", "validation")
 UNKNOWN = -float("inf")
 
 
@@ -51,7 +48,7 @@ class PairReference:
             return False
         first = start.prepared.train_samples
         tables: dict[Split, NDArray[np.float64]] = {"train": whole[:first], "validation": whole[first:]}
-        if not all(np.isfinite(tables[split][_needed(start, split)]).all() for split in SPLITS):
+        if not all(np.isfinite(tables[split][start.needed(split)]).all() for split in SPLITS):
             return False
         self._tables = {split: torch.from_numpy(table.astype(np.float64)) for split, table in tables.items()}
         return True
@@ -69,18 +66,13 @@ class PairReference:
             replace_file(start.folder / start.file, file.getvalue(), flush=True)
 
     def _measured(self, start: RunStart, strategy: Any, objective: Objective, split: Split) -> torch.Tensor:
-        needed = _needed(start, split)
+        needed = start.needed(split)
         if not len(needed):
             return torch.zeros(0, 2, dtype=torch.float64, device=strategy.root_device)
         samples = objective.samples(start.config, start.prepared.open(start.config, split))
         table = torch.full((len(samples), 2), UNKNOWN, dtype=torch.float64, device=strategy.root_device)
-        # Every rank has as many samples, for an engine may have none to stand in for those that it lacks.
-        short = -len(needed) % start.plan.data_parallel_size
-        step_batches = EvaluationStepBatches(
-            samples, np.concatenate([needed, np.repeat(needed[-1:], short)]), start.plan, start.data_parallel_rank
-        )
         self._tables, self._noting = {}, table
-        for step_batch in step_batches:
+        for step_batch in start.once(samples, needed):
             strategy.run_evaluation(strategy.batch_to_device(self.added(step_batch, split)))
         self._noting = None
         if strategy.world_size > 1:
@@ -107,12 +99,3 @@ class PairReference:
             return torch.zeros(len(pairs), 2, dtype=torch.float64, device=pairs.device)
         self._tables[split] = table = table.to(pairs.device)
         return table[pairs.clamp_min(0)]
-
-
-def _needed(start: RunStart, split: Split) -> NDArray[np.int64]:
-    """Pairs whose numbers the run asks for, ascending: those that it trains on, or evaluates."""
-    if split == "validation":
-        return start.prepared.evaluated_samples()
-    available = start.prepared.train_samples
-    wanted = min(available, start.max_steps * start.plan.global_batch_size)
-    return np.unique(GlobalOrder(start.config.seed, available).indices(0, wanted))

@@ -10,6 +10,7 @@ happens to hold no picture.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,10 +19,13 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.loss_head import TokenLoss
 from mgpu_pipe.objectives.pictures import Picture, pictures_of
+from mgpu_pipe.objectives.tower_features import TowerFeatures
 from mgpu_pipe.objectives.vision_language_keys import DESCRIPTION, VisionLanguageConfig
 from mgpu_pipe.parallel.randomness import step_seed
 
@@ -40,34 +44,61 @@ class VisionLanguageObjective(Objective):
 
     Args:
         chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+        keeps_features: ``data.cache_features``.
     """
 
     description = DESCRIPTION
     num_sums = 3
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
+        self,
+        model: torch.nn.Module,
+        optimizer_factory: Any,
+        learning_rate: LearningRate,
+        chunk_tokens: int | str,
+        keeps_features: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config = cast(Any, model.config)
         self._config.use_cache = False
         self._pictures = pictures_of(self._config)
         self._loss = TokenLoss(model, chunk_tokens)
+        self._features = TowerFeatures(model) if keeps_features else None
 
     @classmethod
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(VisionLanguageConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens)
+        keeps = isinstance(config.data, PictureChatConfig) and config.data.cache_features
+        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keeps)
+
+    def needs_first_weights(self, start: RunStart) -> bool:
+        return self._features is not None and not self._features.load(start)
+
+    def first_weights(self, start: RunStart) -> None:
+        if self._features is not None:
+            self._features.measure(start, self.trainer.strategy, self)
+
+    def training_step(self, step_batch: StepBatch, batch_idx: int) -> dict[str, Any]:
+        with self._features.of("train") if self._features else nullcontext():
+            return super().training_step(step_batch, batch_idx)
+
+    def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
+        with self._features.of("validation") if self._features else nullcontext():
+            super().validation_step(step_batch, batch_idx)
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """``input_ids`` and ``labels``, int64, (rows, seq_len), labels shifted; then the pictures."""
+        """``input_ids`` and ``labels``, int64, (rows, seq_len), labels shifted; then the pictures, and where their
+        features are kept ``shown``, the pictures' numbers, int64, (rows, most)."""
         labels = Field(padding=IGNORE_INDEX, target=True)
-        return BatchSpec({"input_ids": Field(), "labels": labels, **self._pictures.fields})
+        shown = {"shown": Field(sequence_dim=None, shape=(1,))} if self._features else {}
+        return BatchSpec({"input_ids": Field(), "labels": labels, **self._pictures.fields, **shown})
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        if self._features is not None:
+            self._features.show(batch)
         return self._pictures.inputs(batch)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:

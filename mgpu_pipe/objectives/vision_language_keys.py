@@ -10,6 +10,8 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.pixels import of_vision
 from mgpu_pipe.errors import ConfigError
 
 OWN_SIZES = ("qwen2_5_vl", "qwen3_vl")
@@ -37,11 +39,32 @@ class VisionLanguageConfig(ObjectiveConfig):
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        if config.data.packing == "none":
-            return []
-        return [
-            ConfigError("data.packing", config.data.packing, "use none", "conversations with pictures are not packed")
-        ]
+        errors = []
+        if config.data.packing != "none":
+            reason = "conversations with pictures are not packed"
+            errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
+        if isinstance(config.data, PictureChatConfig) and config.data.cache_features:
+            errors += _features_change(config, config.data)
+        return errors
+
+
+def _features_change(config: RunConfig, data: PictureChatConfig) -> list[ConfigError]:
+    """Why what the tower makes of a picture is not the same in every step."""
+    model, peft = config.model, config.peft
+    adapted = peft.name != "none" and not set(peft.targets) <= {"language", "projector"}
+    changes = {"shift": 0, "turn": 0.0, "flip": False, "random_crop": 1.0}
+    changed = [f"data.{key}={off}".lower() for key, off in changes.items() if getattr(data, key) != off]
+    drops = [key for key in ("attention_dropout", "dropout", "hidden_dropout") if of_vision(model, key)]
+    found = [
+        ("model.freeze=[vision]", "its tower learns", "vision" not in model.freeze),
+        ("peft.targets=[language]", "its tower gets adapters", adapted),
+        ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
+        ("LLaVA", "its pictures have sizes of their own", of_vision(model, "spatial_merge_size") is not None),
+        *((fix, "each step changes its pictures", True) for fix in changed),
+        *((f"model.config.vision_config.{key}=0", "its tower drops out", True) for key in drops),
+    ]
+    wrong = ((f"use {fix}, or false", reason) for fix, reason, there in found if there)
+    return [ConfigError("data.cache_features", True, *one) for one in wrong]
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:

@@ -90,6 +90,10 @@ class PictureChatSamples:
             arrays["pictures"] = self._last[indices] - self._first[indices]
             side = (self._pixels.channels, self._pixels.size, self._pixels.size)
             arrays["pixel_values"] = _together(shown, side)
+            if self._data.cache_features:
+                arrays["shown"] = _together(
+                    [self._all.pictures[self._of(one)] for one in indices.tolist()], (), np.int64
+                )
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
 
     def _of(self, index: int) -> slice:

@@ -71,6 +71,9 @@ class PictureChatConfig(ImageConfig):
     """Frames a second that the model sees of a video file; a folder of frames has so many a second."""
     max_frames: int = field(default=768, metadata={"at_least": 2})
     """Frames that it sees of a video at most; of a longer one they are further apart."""
+    cache_features: bool = False
+    """Run a frozen vision tower once over every picture, before the first step, and keep in the run's folder what it
+    makes of them (model.freeze=[vision], LLaVA); four bytes a value."""
 
     def sample_text(self) -> str:
         return f"conversations of {self.seq_len} tokens with {super().sample_text()}"

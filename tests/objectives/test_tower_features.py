@@ -1,0 +1,134 @@
+"""Features of a frozen tower that are computed once. Oracle: the run that computes them in every step."""
+
+from __future__ import annotations
+
+import csv
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.objectives.first_weights import RunStart
+from mgpu_pipe.objectives.tower_features import TowerFeatures, _file
+from mgpu_pipe.topology import BatchPlan
+from tests.objectives.test_vision_language import GIVEN, chats
+from tests.support import small_runs
+from tests.support.processes import run_processes
+
+FROZEN = ("model.freeze=[vision]", "data.shift=0")
+KEPT = (*FROZEN, "data.cache_features=true")
+run = partial(small_runs.run, chats)
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the tower ran")
+
+
+def _once(again: bool, *words: Any) -> dict[str, Any]:
+    """A run whose tower is broken as soon as its features were measured; where it goes on ``again``, from the start."""
+    measure = TowerFeatures.measure
+
+    def measured(self: TowerFeatures, *args: Any) -> None:
+        measure(self, *args)
+        self._run = _never
+
+    with mock.patch.object(TowerFeatures, "measure", _never if again else measured):
+        return small_runs._trained(*words)
+
+
+def rows(folder: Path) -> list[list[float]]:
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        names = ("train/loss", "train/grad_norm", "val/loss", "val/exact_match")
+        return [[float(row[name]) for name in names if row.get(name)] for row in csv.DictReader(file)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    reader = CheckpointReader(sorted((folder / "checkpoints").glob("step-*"))[-1])
+    shards = {
+        name: LocalShard(TensorSlice.whole(name, shape), shape, torch.empty(shape))
+        for name in reader.names("model")
+        for shape in [reader.shape(name)]
+    }
+    reader.read(list(shards.values()), "model")
+    return {name: shard.tensor for name, shard in shards.items()}
+
+
+def equal(folder: Path, plain: Path) -> None:
+    for ours, truth in zip(rows(folder), rows(plain), strict=True):
+        assert ours == pytest.approx(truth, rel=1e-5)
+    expected, found = weights(plain), weights(folder)
+    off = sum(float((found[name] - one).square().sum()) for name, one in expected.items()) ** 0.5
+    assert off <= 1e-5 * sum(float(one.square().sum()) for one in expected.values()) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(folder, 1, "strategy=single", *FROZEN, "trainer.val_every_n_steps=2")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        (2, ("strategy=fsdp",)),
+        pytest.param(1, ("strategy=single",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=ddp",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=zero3",), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_run_is_the_one_that_computes_them_in_every_step(
+    plain: Path, tmp_path: Path, processes: int, strategy: tuple[str, ...]
+) -> None:
+    """And one that goes on half-way, in its folder, without the tower."""
+    given = [*strategy, *KEPT, "trainer.val_every_n_steps=2", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0"]
+    folder = tmp_path / "run"
+    with mock.patch.object(small_runs, "_trained", partial(_once, False)):
+        run(folder, processes, *given)
+    equal(folder, plain)
+    saved = str(folder / "checkpoints" / "step-00000002")
+    run_processes(processes, partial(_once, True), chats, str(folder), [*given, f"trainer.devices={processes}"], saved)
+    equal(folder, plain)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("model.freeze=[]",), "its tower learns; use model.freeze=[vision], or false"),
+        (("peft=lora",), "its tower gets adapters; use peft.targets=[language], or false"),
+        (("data.flip=true",), "each step changes its pictures; use data.flip=false, or false"),
+        (("data.random_crop=0.5",), "each step changes its pictures; use data.random_crop=1.0, or false"),
+        (
+            ("model.config.vision_config.attention_dropout=0.1",),
+            "its tower drops out; use model.config.vision_config.attention_dropout=0, or false",
+        ),
+        (("model=qwen3_vl_tiny",), "its pictures have sizes of their own; use LLaVA, or false"),
+    ],
+)
+def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str) -> None:
+    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", *KEPT)
+    config = compose([*GIVEN, *given, *overrides])[0]
+    said = [str(error) for error in config.objective.run_errors(config)]
+    assert said == [f"data.cache_features=true: {told}"]
+
+
+def test_other_pictures_or_another_model_have_a_file_of_their_own(tmp_path: Path) -> None:
+    def name(*overrides: str) -> str:
+        config = chats(tmp_path, *KEPT, *overrides)
+        plan = BatchPlan.resolve(config.data, 1)
+        return _file(RunStart(config, tmp_path, prepare(config), plan, 0, 4), "train").name
+
+    first = name()
+    assert name() == first
+    others = [name("model.config.vision_feature_layer=-2"), name("data.mean=[0.1]"), name("seed=7")]
+    (tmp_path / "p" / "dark" / "0.png").write_bytes((tmp_path / "p" / "light" / "3.png").read_bytes())
+    others.append(name())
+    assert len({first, *others}) == 5
