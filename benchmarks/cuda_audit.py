@@ -8,6 +8,8 @@ end of the first to its own, with what Lightning does and the copies of the batc
 - *communicators* beyond the world's, each of which NCCL makes at the start;
 - *operators* without views, *collectives*, and the bytes that this process *sent*.
 
+ZeRO's communicator is DeepSpeed's own, beside the world's; ZeRO-3 waits for its reductions in each micro-batch.
+
 The step of a row that takes tensors of two devices fails, and the row holds the message. Values are not computed, so
 that what depends on them is not seen: which experts are chosen, say.
 
@@ -28,7 +30,7 @@ from benchmarks.pretend_cuda import load
 from benchmarks.support import RESULTS
 
 TABLE = RESULTS / "cuda_audit.json"
-PACKAGES = ("torch", "pytorch-lightning", "transformers")
+PACKAGES = ("torch", "pytorch-lightning", "transformers", "deepspeed")
 COLUMNS = ("case", "ranks", "waits", "communicators", "operators", "collectives", "sent")
 
 

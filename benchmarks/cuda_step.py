@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,14 +20,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.device_watch import Events, watching
 from mgpu_pipe.compat.lightning_private import quiet_libraries
 from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.packed_text import random_packed_text
-from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.plugins import strategy_class
 from mgpu_pipe.training.trainer import bare_trainer
 
 ROWS, TOKENS, MICRO_BATCHES = 2, 64, 2
@@ -45,6 +47,12 @@ class Case:
 
 def mesh(**sizes: int) -> tuple[str, ...]:
     return ("strategy=megatron", *(f"strategy.{axis}={size}" for axis, size in sizes.items()))
+
+
+def zero(stage: int, ranks: int) -> tuple[str, ...]:
+    """DeepSpeed is told the sizes of the batch."""
+    size = ROWS * MICRO_BATCHES * ranks
+    return f"strategy=zero{stage}", f"data.global_batch_size={size}", f"data.micro_batch_size={ROWS}"
 
 
 SEQUENCE, ULYSSES, FP32 = "strategy.sequence_parallel=true", "strategy.context.method=ulysses", "precision=fp32"
@@ -80,11 +88,12 @@ CASES = {
     "ep8 x dp64": Case(64, mesh(ep=8), EXPERTS),
     "pp2 x tp4 x cp2 x dp4, sequence, last": Case(64, (*mesh(pp=2, tp=4, cp=2), SEQUENCE), rank=63),
     "pp2 x ep8 x tp2 x dp16, last": Case(64, mesh(pp=2, ep=8, tp=2), EXPERTS, rank=63),
+    **{f"zero{stage}, {ranks}": Case(ranks, zero(stage, ranks)) for stage in (1, 2, 3) for ranks in (1, 8, 64)},
 }
 
 
 @contextmanager
-def process_group(case: Case) -> Iterator[dict[str, int]]:
+def process_group(ranks: int, rank: int) -> Iterator[dict[str, int]]:
     """A world that sends nothing; gives the sizes of the device's groups that this process is in, the world's aside."""
     made: dict[str, int] = {}
     new_group = dist.new_group
@@ -95,7 +104,7 @@ def process_group(case: Case) -> Iterator[dict[str, int]]:
             made[group.group_name] = group.size()
         return group
 
-    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     with mock.patch.object(dist, "new_group", counted), mock.patch.object(device_mesh, "new_group", counted):
         yield made
     dist.destroy_process_group()
@@ -138,32 +147,57 @@ def audit(name: str) -> dict[str, Any]:
 
 def _train(case: Case, events: Events) -> list[int]:
     """The sizes of the communicators."""
-    precision = [] if FP32 in case.overrides else ["precision=bf16"]
-    config, _ = compose([f"model={case.model}", *precision, *case.overrides, f"data.seq_len={TOKENS}"])
+    config = configuration(case)
     dims = ParallelDims.resolve(config.strategy, case.ranks)
     told = {
         "parallel/expert_exchange: of": ROWS * TOKENS * 2 // dims.ep,  # every expert is given as much
         "parallel/pipeline: run_step_batch": 1,  # torch asks all stages whether they know their shapes
     }
-    with process_group(case) as groups, watching(events, told):
-        model = run_model(config)
-        use_packed_attention(model)
-        factory = optimizer_factory(config.optimizer, model, config.precision.name)
-        strategy = MeshStrategy.from_config(
-            config,
-            dims,
-            torch.device("cuda", 0),
-            materialise=lambda model, device: materialise(model, 0, device),
-            dropout_seed=None,
-            stop_requested=lambda: False,
-        )
-        strategy.broadcast = lambda obj, src=0: obj  # type: ignore[method-assign]  # Lightning's, before the first step
-        trainer = bare_trainer(
-            accelerator="cuda", devices=1, strategy=strategy, max_steps=STEPS, logger=False, callbacks=[_Second(events)]
-        )
-        objective = CausalLMObjective.from_config(config, model, factory, lambda _: 1.0)
-        trainer.fit(objective, ListedStepBatches([step_batch(step, dims) for step in range(STEPS)]))
+    batches = [step_batch(step, dims) for step in range(STEPS)]
+    with process_group(case.ranks, case.rank) as groups, _unchecked(config), watching(events, told):
+        fit(config, dims, torch.device("cuda", 0), batches, _Second(events))
         return sorted(groups.values())
+
+
+def _unchecked(config: RunConfig) -> AbstractContextManager[Any]:
+    """ZeRO-3 asks once a run whether all ranks came to the weights in one order; what it reads is 0 here."""
+    if config.strategy.engine != "deepspeed":
+        return nullcontext()
+    return mock.patch("deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks")
+
+
+def configuration(case: Case) -> RunConfig:
+    precision = [] if FP32 in case.overrides else ["precision=bf16"]
+    return compose([f"model={case.model}", *precision, *case.overrides, f"data.seq_len={TOKENS}"])[0]
+
+
+def fit(
+    config: RunConfig, dims: ParallelDims, device: torch.device, step_batches: list[StepBatch], callback: pl.Callback
+) -> EngineStrategy:
+    """Train these step batches as the process of the world that there is."""
+    model = run_model(config)
+    use_packed_attention(model)
+    factory = optimizer_factory(config.optimizer, model, config.precision.name)
+    strategy = strategy_class(config.strategy.engine).from_config(
+        config,
+        dims,
+        device,
+        materialise=lambda model, device: materialise(model, 0, device),
+        dropout_seed=None,
+        stop_requested=lambda: False,
+    )
+    strategy.broadcast = lambda obj, src=0: obj  # type: ignore[method-assign]  # Lightning's, before the first step
+    trainer = bare_trainer(
+        accelerator=device.type,
+        devices=1,
+        strategy=strategy,
+        max_steps=len(step_batches),
+        logger=False,
+        callbacks=[callback],
+    )
+    objective = CausalLMObjective.from_config(config, model, factory, lambda _: 1.0)
+    trainer.fit(objective, ListedStepBatches(step_batches))
+    return strategy
 
 
 def step_batch(step: int, dims: ParallelDims) -> StepBatch:

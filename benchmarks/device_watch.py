@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ class Events:
     def wait(self, how: str) -> None:
         if self.counts:
             self.waits[f"{how}, {_place()}"] += 1
+
+    def collective(self, func: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str:
+        """Count an operator of ``c10d``, of these tensors and arguments; its name."""
+        name = str(func._schema.name).removeprefix("c10d::").strip("_")
+        if self.counts and name != "recv":
+            if "coalesced" in name:
+                raise NotImplementedError(f"{func} is not counted")
+            size = _group_size([leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)])
+            largest = max(tensor.nbytes for tensor in tensors)
+            share = all_reduced(largest, size) if name == "allreduce" else exchanged(largest, size)
+            self.calls[name] += 1
+            self.sent[name] += largest if name == "send" else round(share)
+        return name
 
 
 def _place() -> str:
@@ -147,17 +161,8 @@ class Watch(TorchDispatchMode):
             self.events.wait("a copy of pageable memory")
 
     def _collective(self, func: Any, args: Any, there: Sequence[torch.Tensor], leaves: Sequence[Any]) -> Any:
-        name = func._schema.name.removeprefix("c10d::").strip("_")
-        if self.events.counts and there and name != "recv":
-            if "coalesced" in name:
-                raise NotImplementedError(f"{func} is not counted")
-            size = _group_size([leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)])
-            largest = max(tensor.nbytes for tensor in there)
-            share = all_reduced(largest, size) if name == "allreduce" else exchanged(largest, size)
-            self.events.calls[name] += 1
-            self.events.sent[name] += largest if name == "send" else round(share)
-            if name == "barrier":
-                self.events.wait("a barrier")
+        if there and self.events.collective(func, there, leaves) == "barrier":
+            self.events.wait("a barrier")
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
@@ -190,6 +195,9 @@ class _Stream:
     def record_event(self, event: _Stream | None = None) -> _Stream:
         return event or _Stream()
 
+    def query(self) -> bool:
+        return True
+
     def wait(self, *_: Any) -> None: ...
 
     wait_event = wait_stream = wait
@@ -205,16 +213,22 @@ def _synchronized(*_: Any) -> None:
         Watch.active.events.wait("synchronize")
 
 
+def _take_data(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Fake tensors, which others refer to weakly, cannot be swapped when a module is cast."""
+    old.data = new.data
+
+
 def stand_in() -> None:
     """Let ``torch.cuda`` answer what a step asks of it."""
     only = _Stream()
     answers: dict[str, Any] = {
-        **dict.fromkeys(("is_available", "is_initialized"), True),
-        **dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "set_rng_state")),
-        **dict.fromkeys(("current_device", "memory_allocated"), 0),
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "set_rng_state", "reset_peak_memory_stats")),
+        **dict.fromkeys(("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved"), 0),
         **dict.fromkeys(("current_stream", "default_stream", "stream"), only),
         "device_count": 1,
         "get_device_capability": (9, 0),
+        "get_device_properties": SimpleNamespace(total_memory=80 << 30, major=9, minor=0),
         "get_device_name": "pretended",
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }
@@ -222,5 +236,9 @@ def stand_in() -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = _Stream  # type: ignore[misc, assignment]
     torch.cuda.synchronize = _synchronized
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, lambda *_: None)
+    torch.utils.swap_tensors = _take_data  # type: ignore[assignment]
     FakeTensorMode.avoid_device_init = True  # type: ignore[method-assign, assignment]
+    FakeTensor.record_stream = lambda *_: None  # type: ignore[method-assign, assignment]
     FakeTensor.tolist = lambda tensor: tensor.cpu().tolist()  # type: ignore[method-assign]

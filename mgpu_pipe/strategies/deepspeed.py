@@ -32,6 +32,7 @@ from mgpu_pipe.parallel.compile import compile_blocks
 from mgpu_pipe.parallel.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.memory import ForwardMeter, storage_bytes
 from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.parallel.to_device import to_device
 from mgpu_pipe.strategies.base import EngineStrategy, Materialise, StoredState, check_finite
 from mgpu_pipe.strategies.build_extension import load_extensions
 from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
@@ -287,7 +288,7 @@ class DeepSpeedStrategy(EngineStrategy):
         squares = squared_norm(gradients).to(self._device) if gradients else torch.zeros_like(loss_sum)
         # One small all-reduce tells every rank the loss, the norm, what all were told, and which gradients exist.
         own = self._stop.told(self.save_due())
-        told = torch.tensor([*own, *self._used.values()], dtype=torch.float64, device=self._device)
+        told = to_device(torch.tensor([*own, *self._used.values()], dtype=torch.float64), self._device)
         facts = self.sum_over_data(torch.cat([loss_sum.reshape(1), squares.reshape(1), told])).tolist()
         loss, norm, stopping = facts[0] / step_batch.loss_denominator, facts[1] ** 0.5, self._stop.heard(*facts[2:5])
         self._unused = [name for name, used in zip(self._used, facts[5:], strict=True) if not used]
