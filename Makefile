@@ -11,8 +11,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPMENT := $(VENV)/.development
 BENCHMARKS := $(VENV)/.benchmarks
-# Processes that share the tests; each of them starts worlds of up to 16 more, so more than the cores is no gain.
-JOBS ?= 2
+# Processes that share the tests; one more than two cores, for some tests wait for their world's start.
+JOBS ?= 3
 
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 

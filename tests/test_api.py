@@ -74,6 +74,7 @@ def test_importing_and_checking_need_no_torch(tmp_path: Path, cache: Path) -> No
     assert (done.returncode, done.stdout) == (0, "llama\n"), done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_script_under_torchrun_trains_as_one_run_that_is_finished_for_every_rank(work: Path) -> None:
     joined = words("strategy=ddp", "trainer.devices=2", "trainer.max_steps=2")
     Path("script.py").write_text(

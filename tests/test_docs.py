@@ -39,6 +39,8 @@ LONG = tuple(
         "tasks/steadier",
         "tasks/sweeps",
         "tasks/doctor",
+        "tasks/images",
+        "tasks/speech",
         "reference/checkpoint_format",
     )
 )

@@ -59,7 +59,7 @@ def _export(arguments: argparse.Namespace) -> None:
         what = "adapters merged; " if merges else ""
         print(f"exported {of}{run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)")
         print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
-    if run.tokenizer_folder is None and run.model.main_input_name == "input_ids":
+    if run.tokenizer_folder is None and "text" in run.model.input_modalities:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
     if target is not None:
         from mgpu_pipe.inference.model_card import write_card

@@ -117,6 +117,7 @@ def test_a_run_leaves_a_complete_folder(place: Path, reference: list[tuple[str, 
     assert environment["packages"]["torch"]
 
 
+@pytest.mark.exhaustive
 def test_killed_at_any_moment_it_resumes_as_if_nothing_had_happened(
     place: Path, reference: list[tuple[str, str, str]]
 ) -> None:

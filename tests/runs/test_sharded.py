@@ -22,7 +22,10 @@ ADDRESS_SPACE = 3 << 30
     [
         ("strategy=fsdp", "trainer.devices=4", "data.micro_batch_size=3"),
         pytest.param(("strategy=hsdp", "strategy.dp_replicate=2", "trainer.devices=4"), marks=pytest.mark.exhaustive),
-        ("strategy=fsdp", "trainer.devices=2", "strategy.activation_checkpointing=full"),
+        pytest.param(
+            ("strategy=fsdp", "trainer.devices=2", "strategy.activation_checkpointing=full"),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_sharded_run_is_the_run_of_one_process(

@@ -10,7 +10,7 @@ from benchmarks.slurm_disturbances import KINDS, Disturbances
 from tests.support.slurm_cluster import Cluster
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_disturbances_change_nothing(cluster: Cluster, shared: Path) -> None:
     disturbances = Disturbances(shared, cluster, seed=0, seeds=2)
     disturbances.go(2, ["kill a step", "signal"])  # test_array and test_jobs queue again

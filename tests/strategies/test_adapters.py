@@ -73,7 +73,9 @@ def is_sampled(strategy: str, kind: str, model: str) -> bool:
     turn = list(STRATEGIES).index(strategy) + list(KINDS).index(kind)
     if "experts" in kind:
         return strategy in (("tp", "ep") if "QLoRA" in kind else ("fsdp", "ep"))
-    return kind != "LoRA" and (MODELS[turn % len(MODELS)] == model or strategy == "ep")
+    if kind == "LoRA" or (kind == "DoRA" and turn % 2):
+        return False
+    return MODELS[turn % len(MODELS)] == model or strategy == "ep"
 
 
 def _all_cells(strategy: str, sampled: bool) -> list[Any]:

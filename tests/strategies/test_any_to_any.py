@@ -45,11 +45,11 @@ ADAPTED = {
 MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
     "ddp 3": ("clip",),
-    "fsdp 3": ("pairs", "dora", "qwen3_vl"),
-    "hsdp 2x2": ("vit",),
+    "fsdp 3": ("dora", "qwen3_vl"),
+    "hsdp 2x2": ("vit", "classes"),
     "zero3 3": ("masked", "qlora"),
-    "tp 4": ("classes", "lora", "qwen2_5_vl"),
-    "zero2 3": ("lora",),
+    "tp 4": ("lora", "qwen2_5_vl"),
+    "zero2 3": ("pairs",),
     "zero3_cpu 2": ("qlora, experts",),
     "pp 2 1f1b": ("qlora",),
     "ep 2": ("qlora, experts",),

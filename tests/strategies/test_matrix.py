@@ -108,7 +108,7 @@ def is_sampled(strategy: str, model: str, feature: str) -> bool:
     turn = list(STRATEGIES).index(strategy) + list(FEATURES).index(feature)
     causal = feature in OF_NEXT_TOKENS or (strategy != "tp" and turn % 6 == 0)
     models = FAMILIES if causal else tuple(LEARNED)
-    return turn % 3 == 0 and models[turn // 6 % len(models)] == model
+    return turn % 4 == 0 and models[turn // 6 % len(models)] == model
 
 
 @functools.lru_cache(maxsize=None)
