@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.launch.stop import SAME_SIGNAL_S
+from mgpu_pipe.launch.workers import is_stopped
 from tests.launch.launching import alive, run_launcher, start_launcher, until
 
 
@@ -122,6 +123,7 @@ def test_a_stopped_rank_is_named_and_not_the_one_that_waited_for_it(run: Path) -
     launcher = start_launcher(run, "wait_for_rank_1", 2)
     pids = worker_pids(run, 2)
     os.kill(pids[1], signal.SIGSTOP)
+    until(lambda: is_stopped(pids[1]), "rank 1 stops when it is next given a processor")
     (run / "stopped").touch()
     out, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 1

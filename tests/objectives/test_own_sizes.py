@@ -63,7 +63,6 @@ SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
             for how, sampled_at in FURTHER.items()
             for model, name in product((QWEN25, QWEN3), ("ddp", "fsdp", "tp", "zero3"))
             for sampled in [(model, name) == sampled_at]
-            if how == ADAPTED or (model == QWEN25 and name != "tp")  # others' losses are luck over three steps of bf16
         ),
     ],
 )
@@ -71,7 +70,8 @@ def test_text_and_pictures_of_any_size_on_any_rank_are_one_process(
     model: str, processes: int, strategy: tuple[str, ...]
 ) -> None:
     """Whose positions are transformers' own. In one step of three no row has a picture."""
-    config = small_run(*GIVEN, model, "data.packing=none", f"trainer.devices={processes}", *strategy)
+    steps = 10 if "precision=bf16" in strategy else 3  # over a few the error of one bf16 process is luck
+    config = small_run(*GIVEN, model, "data.packing=none", f"trainer.devices={processes}", *strategy, steps=steps)
     worst = run_processes(processes, verified, config)[0]
     assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
     assert [one for one in worst if not one.passed] == []
