@@ -10,7 +10,7 @@ from typing import Any
 WITHOUT_SUMMARY = ("siglip_vision_model",)
 """Towers whose first vector is a patch of the picture, not a summary of all."""
 READ_WHOLE = ("altclip", "chinese_clip")
-"""Families that read a caption from both sides, and so are told where it ends."""
+"""Families whose text tower reads captions in both directions; a mask tells it where each ends."""
 SEE_VIDEOS = ("qwen2_5_vl",)
 """Families that are given videos."""
 

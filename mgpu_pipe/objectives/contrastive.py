@@ -147,7 +147,7 @@ class ContrastiveObjective(GlobalBatchObjective):
         return {"pixel_values": pictures, "input_ids": ids, "labels": torch.arange(samples)}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """transformers' own logits of the whole batch; captions that are read from both sides one at a time."""
+        """transformers' own logits of the whole batch; captions that are read in both directions one at a time."""
         pixels, ids = batch["pixel_values"], batch["input_ids"]
         if self._config.model_type in READ_WHOLE:
             captions = [row[None, : row.tolist().index(self._end) + 1] for row in ids]

@@ -117,7 +117,7 @@ def _rank_times(value: Mapping[str, Any]) -> RankTimes:
 
 
 def number_of(value: object) -> float:
-    """Of a file of another hand; a ValueError where it is none."""
+    """A number that a file holds, which someone else may have written; a ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{value!r} is no number")
     return float(value)
