@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +28,19 @@ from mgpu_pipe.errors import (
 from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
 
 TAIL_LINES = 25
+MOST_NAMED = 4
+"""Of the ranks that hang."""
 LONGEST_MESSAGE = 4_000
 LONGEST_TRACEBACK = 16_000
 """In characters; message and traceback together stay below the 64 KiB that a pipe holds."""
 NOT_RETRIED = (NonFiniteError.__name__, GradientSpikeError.__name__, CheckpointSaveError.__name__)
+WATCHDOG = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).* ran for (\d+) milliseconds"
+)
+"""What NCCL's watchdog logs before it ends the process."""
+IN_VAIN = ("timed out waiting", "wait timeout", "waited for")
+"""What is said on a rank that waited for another one as long as launch.collective_timeout."""
+STACK = "(most recent call first):\n"
 FOLLOWS_A_PEERS_END = (
     "connection closed by peer",
     "connection reset by peer",
@@ -139,7 +150,12 @@ def first_failure(
         if end.error or paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
     ]
     first = min(failures, key=lambda failure: (failure.follows, failure.at))
-    return _of_a_stopped_rank(paths, min(stood_still), first) if first.follows and stood_still else first
+    if first.follows and stood_still:
+        return _of_a_stopped_rank(paths, min(stood_still), first)
+    silent = killed_by_us - {failure.rank for failure in failures}
+    if first.follows and silent and any(words in first.message.lower() for words in IN_VAIN):
+        return _of_silent_ranks(paths, sorted(silent), first, attempt)
+    return first
 
 
 def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
@@ -158,6 +174,39 @@ def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
         follows=False,
         log=paths.rank_log(rank),
     )
+
+
+def _of_silent_ranks(paths: RunPaths, ranks: Sequence[int], waited: Failure, attempt: int) -> Failure:
+    """The failure of ranks that another one waited for, and that said nothing until they were killed."""
+    stacks = {rank: _stack(paths.rank_log(rank), attempt) for rank in ranks[:MOST_NAMED]}
+    where = ", ".join(f"{rank} (at {_place(stack[0])})" if stack else f"{rank}" for rank, stack in stacks.items())
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    message = (
+        f"the others waited in vain for rank{'s' * (len(ranks) > 1)} {where}{more} to join a collective; rank "
+        f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
+    )
+    return Failure(
+        rank=ranks[0],
+        type=WorkerError.__name__,
+        message=message,
+        traceback="\n".join(stacks[ranks[0]]),
+        exit_code=EXIT_FAILURE,
+        at=waited.at,
+        follows=False,
+        log=paths.rank_log(ranks[0]),
+    )
+
+
+def _stack(log: Path, attempt: int) -> list[str]:
+    """The innermost frames of the last stack in a rank's log, which is that of its main thread."""
+    _, found, frames = _log_text(log, attempt).rpartition(STACK)
+    lines = frames.splitlines() if found else []
+    return list(itertools.takewhile(lambda line: line.startswith("  File "), lines))[:TAIL_LINES]
+
+
+def _place(frame: str) -> str:
+    """Of ``File "a.py", line 3 in f``."""
+    return frame.strip().removeprefix("File ").replace('", line ', ":").replace('"', "").replace(" in ", ", ")
 
 
 def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
@@ -183,7 +232,12 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
         if end.code == -signal.SIGKILL:
             message += " (the kernel does that when memory runs out)"
     # NCCL's watchdog aborts the process from a thread of its own, so that no exception is left
-    follows = end.code == -signal.SIGABRT and "processgroup" in tail.lower()
+    text = _log_text(log, attempt) if end.code == -signal.SIGABRT else ""
+    follows = "processgroup" in text.lower()
+    if hang := WATCHDOG.search(text):
+        number, kind, waited_ms = hang.groups()
+        message = f"waited for the others in {kind} number {number}, by NCCL, for {int(waited_ms) / 1000:.0f} s in vain"
+        follows = True
     return Failure(
         rank=end.rank,
         type=WorkerError.__name__,
@@ -203,12 +257,15 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def log_tail(log: Path, attempt: int, longest: int = 65536) -> str:
+def log_tail(log: Path, attempt: int) -> str:
     """The last lines of this attempt's part of a rank's log."""
+    return "\n".join(_log_text(log, attempt).rstrip().splitlines()[-TAIL_LINES:])
+
+
+def _log_text(log: Path, attempt: int, longest: int = 65536) -> str:
+    """The end of this attempt's part of a rank's log."""
     with log.open("rb") as file:
         file.seek(max(0, os.path.getsize(log) - longest))
         text = file.read().decode("utf-8", "replace")
     _, header, rest = text.rpartition(log_header(attempt))
-    if header:
-        text = rest.partition("\n")[2]
-    return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+    return rest.partition("\n")[2] if header else text

@@ -7,6 +7,7 @@ the signals over before it imports itself.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -20,6 +21,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 is closed or a connection dropped."""
 SAME_SIGNAL_S = 0.3
 """timeout(1) and torchrun deliver one request twice, to the process and to its group, within this time."""
+WHERE = signal.SIGUSR2
+"""Has a worker write the stacks of its threads to standard error, whatever it is doing."""
 NOT_BEGUN = "stopped before the run began; there was nothing to save"
 STOPPING = "stopping after this step and saving; Ctrl-C again leaves at once"
 ANSWERS_ALONE = ("-h", "--help", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion")
@@ -112,6 +115,7 @@ def install(*, second_leaves: bool, told: str = "") -> None:
     global _second_leaves, _told
     _second_leaves, _told = second_leaves, told
     taken_over(_on_signal)
+    faulthandler.register(WHERE, file=2, chain=False)
 
 
 def note(number: int) -> None:

@@ -115,6 +115,8 @@ def _watch(
         if reason or now >= crash_by:
             message = message or reason
             killed = frozenset(group.running)
+            if now >= crash_by:
+                group.tell_where()
             group.kill()
             break
         inbox.wait(min(POLL_S, stop_by - now, terminate_at - now, crash_by - now))

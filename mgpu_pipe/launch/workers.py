@@ -16,6 +16,7 @@ from mgpu_pipe.config.joined_world import LIFELINE_FD
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch import parent_death
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
+from mgpu_pipe.launch.stop import WHERE
 
 if TYPE_CHECKING:
     from mgpu_pipe.launch.fork_server import Forked, ForkServer
@@ -28,6 +29,8 @@ LIVE_FD = "MGPU_LIVE_FD"
 ERROR_FD = "MGPU_ERROR_FD"
 PIPE_BYTES = 65536
 STOPPED = ("T", "t")
+STACKS_S = 0.3
+"""In which a worker writes its stacks."""
 RESUME = "MGPU_RESUME"
 """The step folder an attempt resumes from; empty starts afresh."""
 INHERITED_FDS = "MGPU_INHERITED_FDS"
@@ -199,6 +202,12 @@ class WorkerGroup:
         """Ask the workers themselves, not their children, to save and leave."""
         for process in self._running.values():
             os.kill(process.pid, signal.SIGTERM)
+
+    def tell_where(self) -> None:
+        """Have the running workers write to their logs what they are doing, and give them the time."""
+        for process in self._running.values():
+            os.kill(process.pid, WHERE)
+        time.sleep(STACKS_S)
 
     def kill(self) -> None:
         """End every worker and all it started, at once, wait until they are gone, and release everything."""

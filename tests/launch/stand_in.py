@@ -95,6 +95,10 @@ def main() -> None:
         while not (paths.root / "stopped").exists():
             time.sleep(0.01)
         fail(paths, rank, RuntimeError("[gloo] Timed out waiting 600000ms for recv operation to complete"), 1)
+    if behaviour == "hang_in_rank_1":
+        if rank == 1:
+            time.sleep(600)
+        fail(paths, rank, RuntimeError("[gloo] Timed out waiting 4000ms for recv operation to complete"), 1)
     if behaviour == "rank1_killed":
         if rank == 1:
             os.kill(os.getpid(), 9)

@@ -62,6 +62,28 @@ def test_the_tail_of_the_log_stands_in_for_a_missing_error(paths: RunPaths) -> N
     assert str(paths.rank_log(0)) in failure.show()
 
 
+WATCHDOG = (
+    "[rank{}]:[E1123 ProcessGroupNCCL.cpp:683] [Rank {}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=12, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600059 milliseconds "
+    "before timing out.\nterminate called after throwing an instance of 'c10::DistBackendError'\n"
+)
+
+
+def test_an_abort_by_nccls_watchdog_is_a_hang(paths: RunPaths) -> None:
+    for rank in (0, 2):
+        with open_log(paths.rank_log(rank), rank, 3, 1) as log:
+            log.write((WATCHDOG.format(rank, rank) + "frame\n" * 100).encode())
+    with paths.rank_log(1).open("a") as log:
+        log.write('Thread 0x7f (most recent call first):\n  File "b.py", line 1 in wait\n\n')
+        log.write('Current thread 0x7e (most recent call first):\n  File "a.py", line 3 in f\n')
+    ends = [Exit(0, -6, 1.0), Exit(1, -9, 2.0), Exit(2, -6, 1.1)]
+    message = first_failure(paths, ends, 1, frozenset({1})).message
+    assert message.startswith("the others waited in vain for rank 1 (at a.py:3, f) to join a collective; rank 0 said: ")
+    assert message.endswith("waited for the others in ALLREDUCE number 12, by NCCL, for 600 s in vain")
+    everywhere = first_failure(paths, [ends[0], ends[2]], 1, frozenset())
+    assert (everywhere.rank, everywhere.message) == (0, message.partition("said: ")[2]), "all waited"
+
+
 def test_on_a_full_disk_the_error_goes_through_the_pipe(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     read_fd, write_fd = os.pipe()
     monkeypatch.setenv("MGPU_ERROR_FD", str(write_fd))

@@ -132,6 +132,15 @@ def test_a_stopped_rank_is_named_and_not_the_one_that_waited_for_it(run: Path) -
     assert not any(map(alive, pids))
 
 
+def test_a_rank_that_hangs_is_named_and_where_it_does(run: Path) -> None:
+    code, shown, _ = run_launcher(run, "hang_in_rank_1", 3)
+    line = shown.splitlines()[-1]
+    assert code == 1
+    assert line.startswith("error: rank 1 failed first: the others waited in vain for rank 1 (at ")
+    assert "stand_in.py:" in line and ", main) to join a collective; rank " in line
+    assert "said: [gloo] Timed out waiting 4000ms" in line and "rank-1.log)" in line
+
+
 def test_a_rank_that_is_stopped_and_cannot_save_is_named(run: Path) -> None:
     launcher = start_launcher(run, "stop", 2, stop_timeout=1.0)
     pids = worker_pids(run, 2)
