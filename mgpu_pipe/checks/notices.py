@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mgpu_pipe.checks.devices import device_notices
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.numerics import emulated_type
 from mgpu_pipe.checks.start import joined
@@ -31,6 +32,7 @@ def notices(config: RunConfig) -> list[Notice]:
         notices.append(Notice("run.starts_from", text))
     if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
+    notices += [Notice(key, text) for key, text in device_notices(config)]
     if emulated := emulated_type(config):
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
         notices.append(Notice("precision.name", text))

@@ -9,15 +9,14 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mgpu_pipe.checks.base_run import base_run_errors
+from mgpu_pipe.checks.devices import device_errors
 from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.eval_tasks import ranked
-from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.hub import hub_name
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import FILE_SOURCES
-from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
@@ -52,7 +51,7 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         elsewhere: a run on GPUs may be meant for another machine than this one without any.
     """
     return [
-        *_device_errors(config, joined, elsewhere),
+        *device_errors(config, joined, elsewhere),
         *_length_errors(config),
         *_schedule_errors(config),
         *_held_out_errors(config),
@@ -162,22 +161,6 @@ def _attention_errors(config: RunConfig) -> list[ConfigError]:
         return []
     fix = "install flash-attn, or use auto or sdpa"
     return [ConfigError("model.attn_implementation", attention, fix, "the package flash-attn is not installed")]
-
-
-def _device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[ConfigError]:
-    trainer = config.trainer
-    if device_type(config) == "cpu" or (config.launch.type != "local" and not joined):
-        return []  # of a job, its nodes tell
-    gpus = usable_gpus()
-    if gpus == 0 and elsewhere:
-        return []
-    if gpus == 0:
-        fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
-        return [ConfigError("trainer.accelerator", trainer.accelerator, fix, "torch can use no GPU here")]
-    if not joined and trainer.devices != "auto" and trainer.devices > gpus:
-        fix = f"use at most {gpus}, or trainer.accelerator=cpu"
-        return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]
-    return []
 
 
 def _length_errors(config: RunConfig) -> list[ConfigError]:

@@ -8,25 +8,34 @@ import os
 import re
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
 FP16_CPU_FLAGS = {"amx_fp16", "avx512_fp16"}
 
 
+class _Memory(ctypes.Structure):
+    """NVML's nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
 @functools.lru_cache(maxsize=None)
-def _driver_gpus() -> int:
-    """GPUs the NVIDIA driver shows to this process (NVML's nvmlDeviceGetCount_v2); 0 without a driver."""
+def _nvml() -> tuple[Any, str]:
+    """NVIDIA's management library, ready; or None, and why."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    try:
-        count = ctypes.c_uint(0)
-        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
-    finally:
-        nvml.nvmlShutdown()
+        return None, "there is no NVIDIA driver"
+    error = nvml.nvmlInit_v2()
+    return (None, f"the NVIDIA driver does not answer (NVML error {error})") if error else (nvml, "")
+
+
+@functools.lru_cache(maxsize=None)
+def _driver_gpus() -> int:
+    """GPUs the NVIDIA driver shows to this process (NVML's nvmlDeviceGetCount_v2); 0 without a driver."""
+    nvml, count = _nvml()[0], ctypes.c_uint(0)
+    return int(count.value) if nvml is not None and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
 
 
 def gpu_count() -> int:
@@ -44,6 +53,29 @@ def gpu_count() -> int:
             return 0  # CUDA shows no device when one is listed twice
         usable.append(name)
     return len(usable)
+
+
+def why_no_gpu() -> str:
+    """Why :func:`usable_gpus` is 0, in words."""
+    if not torch_has_cuda():
+        return "the installed torch is built without CUDA"
+    if not _driver_gpus():
+        return _nvml()[1] or "the NVIDIA driver sees no device"
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} shows none of the driver's {_driver_gpus()}"
+
+
+def used_memory() -> dict[int, tuple[int, int]]:
+    """Bytes of each GPU that processes of all users hold now, and all it has, by the driver's number of it."""
+    nvml, found = _nvml()[0], {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for number in range(_driver_gpus()) if nvml is not None else ():
+        device, memory = ctypes.c_void_p(), _Memory()
+        shown = visible is None or str(number) in visible.replace(" ", "").split(",")
+        if not shown or nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
+            continue
+        if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
+            found[number] = (int(memory.used), int(memory.total))
+    return found
 
 
 @functools.lru_cache(maxsize=None)
@@ -67,11 +99,11 @@ def usable_gpus() -> int:
 @functools.lru_cache(maxsize=None)
 def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of the driver's first GPU (NVML's nvmlDeviceGetCudaComputeCapability); None without one."""
-    if not _driver_gpus():
+    nvml = _nvml()[0]
+    if nvml is None or not _driver_gpus():
         return None
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
     device, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
-    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
+    if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
         return None
     failed = nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) != 0
     return None if failed else (major.value, minor.value)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.launch.gpus import Gpu, compare
 from mgpu_pipe.launch.workers import ATTEMPT, STORE_FD
 
 if TYPE_CHECKING:
@@ -67,6 +69,26 @@ def launcher_store(world: World, timeout: float) -> Store:
     )
 
 
+START_FAULTS = {
+    "busy or unavailable": "its GPU is in use by another process, alone (nvidia-smi names it); use another one "
+    "(CUDA_VISIBLE_DEVICES), or end that process",
+    "no socket interface found": "NCCL finds no network interface; set NCCL_SOCKET_IFNAME to one that the nodes reach "
+    "one another by (ip address lists them)",
+}
+"""What is told of the errors of CUDA and NCCL that have these words."""
+
+
+@contextmanager
+def _told_in_one_line(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        for words, told in START_FAULTS.items():
+            if words in str(error):
+                raise BadInputError(f"rank {rank} cannot start: {told}") from error
+        raise
+
+
 @contextmanager
 def process_group(world: World, store: Store, device_type: str, timeout: float) -> Iterator[None]:
     """The default process group: gloo on ``cpu``, nccl on ``cuda``, where this rank's device is set as well.
@@ -81,20 +103,25 @@ def process_group(world: World, store: Store, device_type: str, timeout: float) 
     if device_type == "cuda":
         # srun may show each of a node's processes its own GPU alone
         device = torch.device("cuda", world.local_rank if torch.cuda.device_count() > 1 else 0)
-        torch.cuda.set_device(device)
+        with _told_in_one_line(world.rank):
+            torch.cuda.set_device(device)
+            torch.zeros((), device=device)
+        if world.world_size > 1:
+            compare(store, world.rank, world.world_size, Gpu.current())
     limit = timedelta(seconds=timeout)
     # Device meshes give their groups no timeout, and torch's own is a module constant.
     dist.distributed_c10d.default_pg_timeout = limit
     if getattr(dist.distributed_c10d, "default_pg_nccl_timeout", None) is not None:
         dist.distributed_c10d.default_pg_nccl_timeout = limit
-    dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=limit,
-        device_id=device,
-    )
+    with _told_in_one_line(world.rank):
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=limit,
+            device_id=device,
+        )
     yield
     # After an error the process ends as it is: destroying would wait for ranks that are gone.
     if world.world_size > 1:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from mgpu_pipe.config.interfaces import INTERFACES, told_interfaces
 from mgpu_pipe.config.joined_world import existing_world, hosts, tasks_per_node
 from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.launch.node_check import leave_out
@@ -40,7 +41,6 @@ HEADER = struct.Struct("!II")
 """Bytes that follow, and bytes that are wanted back; none back: the measurement is over."""
 LONGEST_LINE = 1000
 SIOCGIFADDR = 0x8915
-INTERFACES = {"cuda": "NCCL_SOCKET_IFNAME", "cpu": "GLOO_SOCKET_IFNAME"}
 
 
 def links_are_good(folder: Path, node: str, device_type: str, timeout: float) -> bool:
@@ -190,15 +190,12 @@ def answer(link: socket.socket) -> None:
 
 def interface_address(device_type: str) -> str:
     """This node's IPv4 address on the interface that the ranks were told to use; empty where they were told none."""
-    asked = os.environ.get(INTERFACES[device_type], "")
-    if asked.startswith("^"):  # any but these
+    if os.environ.get(INTERFACES[device_type], "").startswith("^"):  # any but these
         return ""
-    whole, names = device_type == "cpu" or asked.startswith("="), tuple(asked.removeprefix("=").split(","))
-    for _, name in socket.if_nameindex() if asked else ():
-        if name in names if whole else name.startswith(names):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused, suppress(OSError):
-                found = fcntl.ioctl(unused, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                return socket.inet_ntoa(found[20:24])
+    for name in told_interfaces(device_type) or ():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unused, suppress(OSError):
+            found = fcntl.ioctl(unused, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            return socket.inet_ntoa(found[20:24])
     return ""
 
 

@@ -1,0 +1,143 @@
+"""What is said of GPUs and network interfaces before a run starts; a driver is played by an object in its library's
+place."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.checks.devices import device_errors, device_notices
+from mgpu_pipe.config import hardware
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+
+GIB = 1 << 30
+CACHED = (hardware._nvml, hardware._driver_gpus, hardware.gpu_capability, hardware.torch_has_cuda)
+
+
+class Driver:
+    """NVML of a machine with ``used`` bytes taken of the 80 GiB of each GPU."""
+
+    def __init__(self, used: tuple[int, ...], capability: tuple[int, int] = (9, 0), error: int = 0) -> None:
+        self.used, self.capability, self.error = used, capability, error
+
+    def nvmlInit_v2(self) -> int:
+        return self.error
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = len(self.used)
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, device: Any) -> int:
+        device._obj.value = number + 1
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
+        memory._obj.used, memory._obj.total = self.used[device.value - 1], 80 * GIB
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, device: Any, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = self.capability
+        return 0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives this machine a driver, or none."""
+
+    def no_library(name: str) -> None:
+        raise OSError(name)
+
+    def have(driver: Driver | None, torch_built_for_cuda: bool = True) -> None:
+        for cached in CACHED:
+            cached.cache_clear()
+        monkeypatch.setattr(hardware.ctypes, "CDLL", no_library if driver is None else lambda name: driver)
+        monkeypatch.setattr(hardware, "torch_has_cuda", lambda: torch_built_for_cuda)
+
+    for variable in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    yield have
+    monkeypatch.undo()
+    for cached in CACHED:
+        cached.cache_clear()
+
+
+@functools.cache
+def composed(*words: str) -> RunConfig:
+    return compose([*words])[0]
+
+
+def errors(*words: str) -> list[str]:
+    return [str(error) for error in device_errors(composed(*words), joined=False, elsewhere=False)]
+
+
+def notices(*words: str) -> list[str]:
+    return [text for _, text in device_notices(composed(*words))]
+
+
+def test_why_no_gpu_can_be_used_is_said(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    unseen, broken = "the NVIDIA driver sees no device", "the NVIDIA driver does not answer (NVML error 18)"
+    for driver, built, visible, why in (
+        (None, True, None, "there is no NVIDIA driver"),
+        (None, False, None, "the installed torch is built without CUDA"),
+        (Driver(()), True, None, unseen),
+        (Driver((0,), error=18), True, None, broken),
+        (Driver((0, 0)), True, "7", "CUDA_VISIBLE_DEVICES=7 shows none of the driver's 2"),
+    ):
+        machine(driver, built)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        (error,) = errors("trainer.accelerator=cuda")
+        fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
+        assert error == f"trainer.accelerator=cuda: torch can use no GPU here: {why}; {fix}"
+        told = [f"runs on CPU: {why}"] if built and why != "there is no NVIDIA driver" else []
+        assert notices() == told, "auto does not fall back to the CPU in silence"
+        assert notices("trainer.accelerator=cpu") == []
+
+
+def test_a_gpu_that_others_use_is_named(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(Driver((GIB, 30 * GIB, 60 * GIB)))
+    told = notices("strategy=ddp")
+    assert [text.partition(" (")[0] for text in told] == [
+        "GPU 1 is in use: other processes hold 30.0 of its 80.0 GiB",
+        "GPU 2 is in use: other processes hold 60.0 of its 80.0 GiB",
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert notices("strategy=ddp") == told[1:]
+    assert errors("strategy=ddp") == []
+
+
+def test_types_and_kernels_that_a_gpu_is_too_old_for_are_refused(machine) -> None:
+    bf16, flash = ("precision=bf16",), ("model.attn_implementation=flash_attention_2",)
+    machine(Driver((0,), (7, 5)))
+    has = "needs a GPU of compute capability 8.0 or higher, and this one has 7.5"
+    assert errors(*bf16) == [f"precision.name=bf16: bf16 {has}; use fp16 or fp32"]
+    assert errors(*flash) == [f"model.attn_implementation=flash_attention_2: flash-attn {has}; use auto"]
+    assert errors() == errors("precision=fp16") == []
+    machine(Driver((0,), (8, 0)))
+    assert errors(*bf16, *flash) == []
+
+
+def test_interfaces_that_do_not_exist_are_refused(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(Driver((0, 0)))
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    on_cpu, on_gpus = ("trainer.accelerator=cpu", "strategy=ddp", "trainer.devices=2"), ("strategy=ddp",)
+    fix = "it means none of this machine's network interfaces; use one of lo, eth0, eth1, or unset it"
+    for variable, told, words, right in (
+        ("GLOO_SOCKET_IFNAME", "eth", on_cpu, False),
+        ("GLOO_SOCKET_IFNAME", "ib0,eth0", on_cpu, True),
+        ("NCCL_SOCKET_IFNAME", "ib", on_gpus, False),
+        ("NCCL_SOCKET_IFNAME", "eth", on_gpus, True),
+        ("NCCL_SOCKET_IFNAME", "=eth", on_gpus, False),
+        ("NCCL_SOCKET_IFNAME", "=eth1", on_gpus, True),
+        ("NCCL_SOCKET_IFNAME", "^lo,eth", on_gpus, False),
+        ("NCCL_SOCKET_IFNAME", "^lo", on_gpus, True),
+        ("NCCL_SOCKET_IFNAME", "ib", on_cpu, True),
+        ("NCCL_SOCKET_IFNAME", "ib", ("strategy=single",), True),
+    ):
+        with monkeypatch.context() as only:
+            only.setenv(variable, told)
+            assert errors(*words) == ([] if right else [f"{variable}={told}: {fix}"]), told

@@ -1,0 +1,72 @@
+"""The ranks' GPUs, compared, and what CUDA and NCCL say where they cannot start; the GPUs are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from torch.distributed import HashStore
+
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.launch.distributed import _told_in_one_line
+from mgpu_pipe.launch.gpus import Gpu, compare, fault
+
+FIRST = Gpu("n0", "boot-0", "GPU-a", "H100", (9, 0))
+SECOND = replace(FIRST, uuid="GPU-b")
+FAR = replace(FIRST, node="n1", machine="boot-1")
+
+
+def heard(gpus: Sequence[Gpu]) -> list[str]:
+    """What every rank is told, each in a thread."""
+    store = HashStore()
+
+    def rank(number: int) -> str:
+        try:
+            compare(store, number, len(gpus), gpus[number])
+        except BadInputError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(gpus)) as threads:
+        return list(threads.map(rank, range(len(gpus))))
+
+
+def test_every_rank_hears_that_two_see_the_same_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    same = "ranks 0 and 2 see the same GPU (H100 GPU-a of node n0): start one process for each GPU"
+    told = heard([FIRST, SECOND, FIRST])
+    assert len(set(told)) == 1 and told[0].startswith(same)
+    assert heard([FIRST, SECOND, FAR]) == [""] * 3, "machines give the same name to different GPUs"
+    assert capsys.readouterr().err == ""
+
+
+def test_gpus_of_several_kinds_are_told_and_refused_where_results_would_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    older = replace(SECOND, name="A100", capability=(8, 0))
+    assert heard([FIRST, older]) == ["", ""]
+    kinds = "the ranks see different GPUs: H100 (from rank 0 on), A100 (from rank 1 on)"
+    assert capsys.readouterr().err == f"note: {kinds}: a step takes as long as on the slowest\n"
+    oldest = replace(SECOND, name="T4", capability=(7, 5))
+    assert fault([FIRST, oldest]).endswith(
+        "T4 (from rank 1 on): some compute in bf16 and some do not; use nodes of one kind"
+    )
+
+
+def test_a_start_that_cuda_or_nccl_refuses_is_one_line() -> None:
+    for said, told in (
+        (
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors",
+            "its GPU is in use by anot",
+        ),
+        (
+            "NCCL error in: x.cpp:1\nLast error:\nBootstrap : no socket interface found",
+            "NCCL finds no network interface",
+        ),
+    ):
+        with pytest.raises(BadInputError, match=f"^rank 3 cannot start: {told}") as raised, _told_in_one_line(3):
+            raise RuntimeError(said)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="another"), _told_in_one_line(3):
+        raise RuntimeError("another")
