@@ -5,25 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-WITHOUT_SUMMARY = ("siglip_vision_model",)
+WITHOUT_SUMMARY = ("siglip_vision_model", "smolvlm_vision", "idefics3_vision")
 """Towers whose first vector is a patch of the picture, not a summary of all."""
 READ_WHOLE = ("altclip", "chinese_clip")
 """Families whose text tower reads captions in both directions; a mask tells it where each ends."""
 SEE_VIDEOS = ("qwen2_5_vl",)
 """Families that are given videos."""
+SEE_PARTS = ("smolvlm", "idefics3")
+"""Families that see a picture in parts of one size, and beside them the whole of it."""
 
 
-def picture_places(tower: str, size: int, patch: int, select: str) -> int:
+def picture_places(tower: str, size: int, patch: int, select: str, merge: int = 1) -> int:
     """Vectors of a picture that the language model gets.
 
     Args:
         tower: ``model_type`` of what sees.
         size, patch: pixels across a picture, and a patch.
         select: ``vision_feature_select_strategy``; ``default`` leaves the first vector out.
+        merge: patches across what becomes one vector.
     """
-    return (size // patch) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default")
+    return (size // patch // merge) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default")
 
 
 LONGEST = 200
@@ -82,3 +85,75 @@ class Grid:
             share = math.sqrt(self.least / (height * width))
             down, across = (math.ceil(pixels * share / self.side) for pixels in (height, width))
         return down, across
+
+
+AROUND, WHOLE, BIGGEST = "<fake_token_around_image>", "<global-img>", 4096
+"""The tokens round what stands for a part, and before those of the whole picture; pixels of the longer side at most."""
+ACROSS = 4
+"""Parts across a picture, where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How a model cuts a picture into parts of one size (SmolVLM, arXiv:2504.05299).
+
+    Attributes:
+        side: pixels across a part.
+        longest: to which a picture's longer side is scaled before.
+        tokens: places in the text of a part.
+        splits: it is cut at all.
+    """
+
+    side: int
+    longest: int
+    tokens: int
+    splits: bool = True
+    frames: ClassVar[int] = 1
+    """Of a patch, as of :class:`Grid`."""
+
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a picture before it is brought to whole parts, as transformers scales it."""
+        shape = width / height
+        if width >= height:
+            width = self.longest
+            height = int(width / shape)
+            height += height % 2
+        else:
+            height = self.longest
+            width = int(height * shape)
+            width += width % 2
+        height, width = max(height, 1), max(width, 1)
+        shape = width / height
+        if width >= height and width > BIGGEST:
+            height, width = int(BIGGEST / shape), BIGGEST
+        elif height > BIGGEST:
+            height, width = BIGGEST, int(BIGGEST * shape)
+        return max(height, 1), max(width, 1)
+
+    def places(self, height: int, width: int) -> tuple[int, int]:
+        """Parts down and across of a picture of so many pixels; of 1 and 1 it is seen whole alone."""
+        if not self.splits:
+            return 1, 1
+        height, width = self.scaled(height, width)
+        shape = width / height
+        if width >= height:
+            across = math.ceil(width / self.side)
+            return math.ceil(int(across * self.side / shape) / self.side), across
+        down = math.ceil(height / self.side)
+        return down, math.ceil(int(down * self.side * shape) / self.side)
+
+    def text(self, place: str, down: int, across: int) -> str:
+        """What stands in a text for a picture of so many parts, ``place`` being the token of one place."""
+        each = place * self.tokens
+        rows = ["".join(f"{AROUND}{part(row, at)}{each}" for at in range(across)) + "\n" for row in range(down)]
+        before = "".join(rows) + "\n" if down * across > 1 else ""
+        return f"{before}{AROUND}{WHOLE}{each}{AROUND}"
+
+
+def part(row: int, at: int) -> str:
+    """The token before those of a part."""
+    return f"<row_{row + 1}_col_{at + 1}>"
+
+
+PLACED = (AROUND, WHOLE, *(part(row, at) for row in range(ACROSS) for at in range(ACROSS)))
+"""The tokens beside that of a place which a tokenizer of such a model has."""

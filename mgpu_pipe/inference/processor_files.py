@@ -12,12 +12,13 @@ from typing import Any
 
 from mgpu_pipe.data.image.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.parts import PartPixels
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.families.pictures import WITHOUT_SUMMARY
 from mgpu_pipe.inference.load import StoredModel
 
 PICTURES, ALL = "preprocessor_config.json", "processor_config.json"
-BILINEAR, BICUBIC = 2, 3
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """Pillow's numbers."""
 
 
@@ -33,6 +34,11 @@ def write_processor(stored: StoredModel, out: Path) -> None:
     pixels, model = chat_pixels(stored.config.data, stored.config.model), stored.model.config
     if isinstance(pixels, GridPixels):  # its processor as a whole wants torchvision, and tokens of its own
         _write(out / PICTURES, _of_grid(pixels))
+        return
+    if isinstance(pixels, PartPixels):
+        kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
+        _write(out / PICTURES, _of_parts(pixels, kind))
+        _write(out / ALL, {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens})
         return
     side, vision = {"height": pixels.size, "width": pixels.size}, model.vision_config
     crops = pixels.fit == "crop"
@@ -66,6 +72,19 @@ def _of_grid(pixels: GridPixels) -> dict[str, Any]:
         "merge_size": grid.merge,
         "temporal_patch_size": grid.frames,
         "resample": BICUBIC,
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+        "do_convert_rgb": pixels.channels == 3,
+    }
+
+
+def _of_parts(pixels: PartPixels, kind: str) -> dict[str, Any]:
+    return {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "size": {"longest_edge": pixels.parts.longest},
+        "max_image_size": {"longest_edge": pixels.size},
+        "do_image_splitting": pixels.parts.splits,
+        "resample": LANCZOS,
         "image_mean": list(pixels.mean),
         "image_std": list(pixels.std),
         "do_convert_rgb": pixels.channels == 3,

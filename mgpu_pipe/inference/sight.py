@@ -13,6 +13,8 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.image.decode import BadImageError, decode
 from mgpu_pipe.data.image.grids import TOO_LONG, GridPixels, chat_pixels
 from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.parts import PartPixels
+from mgpu_pipe.data.image.written import Written
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.objectives.pictures import Picture, Pictures, pictures_of
@@ -27,10 +29,12 @@ class Sight:
 
     Attributes:
         kind: what the model wants to be given.
+        written: the tokens that stand for a picture.
         pictures: in their order.
     """
 
     kind: Pictures
+    written: Written
     pictures: list[Picture]
 
     @classmethod
@@ -50,15 +54,19 @@ class Sight:
         assert isinstance(data, PictureChatConfig)
         pixels, kind = chat_pixels(data, model), pictures_of(config)
         shown = [_picture(file, pixels.channels) for file in files]
-        if isinstance(pixels, GridPixels):
-            places = [(1, *pixels.grid.places(image.height, image.width)) for image in shown]
+        parts = pixels.parts if isinstance(pixels, PartPixels) else None
+        cut = pixels.grid if isinstance(pixels, GridPixels) else parts
+        if cut is not None:
+            places = [(1, *cut.places(image.height, image.width)) for image in shown]
             for file, sides in zip(files, places, strict=True):
                 if not all(sides):
                     raise BadInputError(f"--image={file}: {TOO_LONG}; give another picture")
         else:
             places = [kind.blank().places] * len(shown)
-        values = (torch.from_numpy(pixels.array(pixels.fitted(image))) for image in shown)
-        return cls(kind, [Picture(*one) for one in zip(values, places, strict=True)])
+        values = (torch.from_numpy(pixels.clip([pixels.fitted(image)])) for image in shown)
+        assert run.tokenizer_folder is not None, "the caller has read it"
+        written = Written(run.tokenizer_folder, parts)
+        return cls(kind, written, [Picture(*one) for one in zip(values, places, strict=True)])
 
     def inputs(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
         """What the model gets beside these expanded prompts, each of which has the pictures."""
@@ -78,7 +86,8 @@ class Sight:
             fix = f"write {PLACE} where each belongs, or nowhere"
             raise BadInputError(f"the prompt has {found} places for {len(self.pictures)} pictures; {fix}")
         pictures = iter(self.pictures)
-        return [one for number in ids for one in [number] * (next(pictures).tokens if number == token else 1)]
+        several = ([int(one)] if one != token else self.written.ids(token, next(pictures).places) for one in ids)
+        return [int(one) for part in several for one in part]
 
 
 def with_places(text: str, pictures: int) -> str:

@@ -287,8 +287,8 @@ def picture_shape(config: Any) -> tuple[int, int, int]:
 def places_of(config: Any) -> int:
     """Places in a text that a picture takes, of a vision-language model of that configuration."""
     vision = config.vision_config
-    select = config.vision_feature_select_strategy
-    return picture_places(vision.model_type, picture_shape(config)[1], int(vision.patch_size), select)
+    select, merge = getattr(config, "vision_feature_select_strategy", "full"), getattr(config, "scale_factor", 1)
+    return picture_places(vision.model_type, picture_shape(config)[1], int(vision.patch_size), select, merge)
 
 
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:

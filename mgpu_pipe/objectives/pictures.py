@@ -1,7 +1,8 @@
 """How vision-language models are given the pictures of a micro-batch, whose rows have different numbers of them.
 
-LLaVA takes pictures of one size, Qwen-VL patches of pictures in sizes of their own, their grids, and positions along
-three axes. A micro-batch without any picture gets a blank one, in a row of its own that counts nothing.
+LLaVA takes pictures of one size, SmolVLM parts of one size, Qwen-VL patches of pictures in sizes of their own, their
+grids, and positions along three axes. A micro-batch without any picture gets a blank one, in a row of its own that
+counts nothing.
 
 A video is a picture with several times in its grid. Qwen-VL's tower sees both alike, and the positions are made before;
 so both go through it in one pass, with the token of a picture in each of their places, and no process waits for another
@@ -21,7 +22,7 @@ import torch
 
 from mgpu_pipe.data.batch_spec import Field
 from mgpu_pipe.data.image.grids import row_positions
-from mgpu_pipe.families.pictures import Grid
+from mgpu_pipe.families.pictures import SEE_PARTS, Grid
 from mgpu_pipe.models.fields import picture_shape, places_of
 
 Batch = Mapping[str, torch.Tensor]
@@ -29,6 +30,8 @@ MOST_PLACES = (2, 3)
 """Down and across, of a random picture in a size of its own."""
 MOST_TIMES = 2
 """Of a random video."""
+NOT_ZERO = 2.0**-24
+"""The smallest number that is above zero in every precision."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Picture:
     """One picture as the model takes it.
 
     Attributes:
+        values: of those of one size the picture or its parts, (parts, channels, height, width); else patches.
         places: in time, down and across, in the language model's row.
         seconds: from each time of a video to the next; None of a picture.
     """
@@ -101,8 +105,8 @@ class Pictures(ABC):
 
 
 class OneSize(Pictures):
-    """``pictures``, how many a row has, int64, (rows,); ``pixel_values``, float32, (rows, most, channels, height,
-    width), those first that there are."""
+    """``pictures``, how many a row has, or parts of them, int64, (rows,); ``pixel_values``, float32, (rows, most,
+    channels, height, width), those first that there are."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -118,28 +122,48 @@ class OneSize(Pictures):
         pixels = pixels[there]
         if not len(pixels):
             ids, pixels = self.with_blank(ids), pixels.new_zeros(1, *self._shape)
-        return {"input_ids": ids, "pixel_values": pixels, "use_cache": False}
+        return {"input_ids": ids, "pixel_values": self._given(pixels), "use_cache": False}
+
+    def _given(self, pixels: torch.Tensor) -> torch.Tensor:
+        """What the model takes of the pictures."""
+        return pixels
 
     def alone(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, Any]:
-        shown = {"pixel_values": torch.stack([one.values for one in pictures])} if pictures else {}
+        shown = {"pixel_values": self._given(torch.cat([one.values for one in pictures]))} if pictures else {}
         return {"input_ids": ids[None], **shown}
 
     def drawn(self, generator: torch.Generator) -> Picture:
-        return Picture(torch.randn(*self._shape, generator=generator), (1, self.most_tokens, 1))
+        return Picture(torch.randn(1, *self._shape, generator=generator), (1, self.most_tokens, 1))
 
     def blank(self) -> Picture:
-        return Picture(torch.zeros(*self._shape), (1, self.most_tokens, 1))
+        return Picture(torch.zeros(1, *self._shape), (1, self.most_tokens, 1))
 
     def collated(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
-        pixels = torch.zeros(len(rows), max(map(len, rows)), *self._shape)
+        parts = [sum(len(one.values) for one in pictures) for pictures in rows]
+        pixels = torch.zeros(len(rows), max(parts), *self._shape)
         for row, pictures in enumerate(rows):
-            for at, picture in enumerate(pictures):
-                pixels[row, at] = picture.values
-        return {"pictures": torch.tensor([len(one) for one in rows]), "pixel_values": pixels}
+            if pictures:
+                pixels[row, : parts[row]] = torch.cat([one.values for one in pictures])
+        return {"pictures": torch.tensor(parts), "pixel_values": pixels}
 
     def of_row(self, batch: Batch, row: int) -> list[Picture]:
         shown = batch["pixel_values"][row][: int(batch["pictures"][row])]
-        return [Picture(one, (1, self.most_tokens, 1)) for one in shown]
+        return [Picture(one[None], (1, self.most_tokens, 1)) for one in shown]
+
+
+class InParts(OneSize):
+    """The same, of parts of pictures and pictures seen whole, which the model is given as those of one row."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """None wholly zero: the model takes such a picture for one that fills up, and leaves it out."""
+        given = super().inputs(batch)
+        pixels = given["pixel_values"].clone()
+        corner = pixels[..., 0, 0, 0]
+        pixels[..., 0, 0, 0] = torch.where(pixels.flatten(2).any(2), corner, torch.full_like(corner, NOT_ZERO))
+        return {**given, "pixel_values": pixels}
+
+    def _given(self, pixels: torch.Tensor) -> torch.Tensor:
+        return pixels[None]
 
 
 class OwnSizes(Pictures):
@@ -248,4 +272,6 @@ class OwnSizes(Pictures):
 
 def pictures_of(config: Any) -> Pictures:
     """What a model of that configuration wants to be given."""
-    return OwnSizes(config) if hasattr(config.vision_config, "spatial_merge_size") else OneSize(config)
+    if hasattr(config.vision_config, "spatial_merge_size"):
+        return OwnSizes(config)
+    return InParts(config) if config.model_type in SEE_PARTS else OneSize(config)

@@ -12,10 +12,12 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.pixels import of_vision
+from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.pictures import SEE_PARTS
 
-OWN_SIZES = ("qwen2_5_vl", "qwen3_vl")
-"""Families whose pictures have sizes of their own."""
+OWN_TOWERS = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
+"""Families whose towers are their own."""
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 """Kinds of a model's part that sees, whose pictures take an equal number of places each."""
 
@@ -33,7 +35,7 @@ class VisionLanguageConfig(ObjectiveConfig):
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")
         kind = vision.get("model_type") if isinstance(vision, Mapping) else None
-        if kind in TOWERS or fields.get("model_type") in OWN_SIZES:
+        if kind in TOWERS or fields.get("model_type") in OWN_TOWERS:
             return []
         fix = f"use one of {', '.join(TOWERS)}"
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
@@ -51,6 +53,7 @@ class VisionLanguageConfig(ObjectiveConfig):
 def _features_change(config: RunConfig, data: PictureChatConfig) -> list[ConfigError]:
     """Why what the tower makes of a picture is not the same in every step."""
     model, peft = config.model, config.peft
+    kind = model.type or model_field(model, "model_type")
     adapted = peft.name != "none" and not set(peft.targets) <= {"language", "projector"}
     changes = {"shift": 0, "turn": 0.0, "flip": False, "random_crop": 1.0}
     changed = [f"data.{key}={off}".lower() for key, off in changes.items() if getattr(data, key) != off]
@@ -59,7 +62,7 @@ def _features_change(config: RunConfig, data: PictureChatConfig) -> list[ConfigE
         ("model.freeze=[vision]", "its tower learns", "vision" not in model.freeze),
         ("peft.targets=[language]", "its tower gets adapters", adapted),
         ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
-        ("LLaVA", "its pictures have sizes of their own", of_vision(model, "spatial_merge_size") is not None),
+        ("LLaVA", f"what the tower of {kind} sees is not kept", kind != "llava"),
         *((fix, "each step changes its pictures", True) for fix in changed),
         *((f"model.config.vision_config.{key}=0", "its tower drops out", True) for key in drops),
     ]
@@ -85,6 +88,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=("llava", *OWN_SIZES),
+    families=("llava", *OWN_TOWERS),
     refused_axes=("pp", "cp", "ep"),
 )

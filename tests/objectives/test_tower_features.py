@@ -110,7 +110,7 @@ def test_the_run_is_the_one_that_computes_them_in_every_step(
             ("model.config.vision_config.attention_dropout=0.1",),
             "its tower drops out; use model.config.vision_config.attention_dropout=0, or false",
         ),
-        (("model=qwen3_vl_tiny",), "its pictures have sizes of their own; use LLaVA, or false"),
+        (("model=qwen3_vl_tiny",), "what the tower of qwen3_vl sees is not kept; use LLaVA, or false"),
     ],
 )
 def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str) -> None:

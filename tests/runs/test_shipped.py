@@ -19,7 +19,7 @@ from tests.support.sampling import sampled
 
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
 
-SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny")
+SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny")
 OBJECTIVES = {
     **{"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"},
     **{"vit_tiny": "image_classification", "clip_tiny": "contrastive"},
@@ -52,6 +52,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "qwen25_vl_tiny",
         "qwen3_tiny",
         "qwen3_vl_tiny",
+        "smolvlm_tiny",
         "t5_tiny",
         "vit_tiny",
         "wav2vec2_tiny",
@@ -59,8 +60,8 @@ def test_the_tiny_models_are_the_promised_families() -> None:
     ]
 
 
-AS_OTHERS = ("clip_tiny", "llava_tiny", "qwen25_vl_tiny", "wav2vec2_tiny")
-"""The commands of docs/tasks/images.md and speech.md train them; ``make test`` tries the others."""
+AS_OTHERS = ("clip_tiny", "llava_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "wav2vec2_tiny")
+"""Commands of docs/tasks/images.md and speech.md train them, or tests/objectives; ``make test`` tries the others."""
 
 
 @pytest.mark.parametrize("model", sampled([(name,) for name in TINY], lambda name: name not in AS_OTHERS))
@@ -85,6 +86,7 @@ def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Pa
         "data.validation_max_samples=8",
         "trainer.progress=off",
         *(["data.recordings=24"] if spoken else []),
+        *(["data.max_side=8"] if model == "smolvlm_tiny" else []),
     ]
     config, _ = compose(overrides)
     freeze(config, RunPaths(tmp_path).config)

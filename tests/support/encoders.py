@@ -76,6 +76,11 @@ ENCODER_MODELS = {
                 **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
             },
         },
+        "smolvlm": {
+            **{"image_token_id": VOCABULARY - 1, "scale_factor": 2},
+            "text_config": {**COMMON, "model_type": "llama", "attention_dropout": 0.0, "pad_token_id": None},
+            "vision_config": {**TOWER, **PICTURE, "model_type": "smolvlm_vision"},
+        },
         "wav2vec2": {
             **TOWER,
             **{
@@ -98,7 +103,7 @@ ENCODER_MODELS = {
 }
 
 
-SEEING = ("llava", "qwen2_5_vl", "qwen3_vl")
+SEEING = ("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 
 def whisper_objective(model: Any, optimizer: Any, learning_rate: Any) -> SpeechSeq2SeqObjective:

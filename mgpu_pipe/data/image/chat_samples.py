@@ -46,7 +46,7 @@ class PictureChatSamples:
         self._start, self._end = store.offsets[documents], store.offsets[documents + 1]
         self._all = prepared.shown_in(split)
         self._first, self._last = self._all.offsets[documents], self._all.offsets[documents + 1]
-        self._places, self._standing = prepared.places_in(split), prepared.standing
+        self._places, self._standing, self._written = prepared.places_in(split), prepared.standing, prepared.written()
         self._length = self._end - self._start + prepared.more_tokens(split)[documents]
         counted = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
         self._units = counted[self._end] - counted[np.minimum(self._start + 1, self._end)]
@@ -87,9 +87,10 @@ class PictureChatSamples:
             arrays |= {"position_ids": np.stack(positions), "grids": _together(grids, (3,), np.int64)}
             arrays["pixel_values"] = _together(patches, (grid.values,))
         else:
-            arrays["pictures"] = self._last[indices] - self._first[indices]
             side = (self._pixels.channels, self._pixels.size, self._pixels.size)
-            arrays["pixel_values"] = _together(shown, side)
+            parts = [np.concatenate(one) if one else np.zeros((0, *side), np.float32) for one in shown]
+            arrays["pictures"] = np.array([len(one) for one in parts], np.int64)
+            arrays["pixel_values"] = _together(parts, side)
             if self._data.cache_features:
                 arrays["shown"] = _together(
                     [self._all.pictures[self._of(one)] for one in indices.tolist()], (), np.int64
@@ -125,13 +126,17 @@ class PictureChatSamples:
         ]
 
     def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
-        """Tokens and labels of a conversation, each picture's token as often as there are places for it."""
+        """Tokens and labels of a conversation, in the place of each picture's token those that stand for it."""
         piece = slice(int(self._start[index]), int(self._end[index]))
         tokens = self._tokens[piece].astype(np.int64)
+        at = np.flatnonzero(np.isin(tokens, self._standing))
+        many = [self._written.ids(*one) for one in zip(tokens[at], self._places[self._of(index)], strict=True)]
         often = np.ones(len(tokens), np.int64)
-        often[np.isin(tokens, self._standing)] = self._places[self._of(index)].prod(1)
+        often[at] = [len(one) for one in many]
         length = int(often.sum())
         ids[:length] = np.repeat(tokens, often)
+        for first, one in zip((often.cumsum() - often)[at], many, strict=True):
+            ids[first : first + len(one)] = one
         trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
         labels[:length][trained] = ids[:length][trained]
 

@@ -24,8 +24,10 @@ from mgpu_pipe.data.image.chat_source import ChatSource
 from mgpu_pipe.data.image.clips import StoredClips
 from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.parts import PartPixels
 from mgpu_pipe.data.image.pixels import of_vision
 from mgpu_pipe.data.image.shown import Shown
+from mgpu_pipe.data.image.written import Written
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.prepared_rows import FOLDERS, PreparedRows
@@ -33,7 +35,7 @@ from mgpu_pipe.data.text.sources import validation_source_config
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
-from mgpu_pipe.families.pictures import Grid, picture_places
+from mgpu_pipe.families.pictures import Grid, Parts, picture_places
 
 _FORMAT = 1
 
@@ -65,6 +67,8 @@ class PreparedPictureChats(PreparedRows):
     """0 where pictures have sizes of their own."""
     grid: Grid | None = None
     """How these are cut."""
+    parts: Parts | None = None
+    """How pictures that are seen in parts are cut; a part takes ``tokens_a_picture``."""
     num_conversations: int
     bad_samples: int
     """Conversations that were left out for a picture that cannot be used."""
@@ -96,20 +100,26 @@ class PreparedPictureChats(PreparedRows):
         """Places in time, down and across of each of a split's shown pictures, (pictures, 3); zeros for one that cannot
         be used.
 
-        A picture of the one size that all have counts as so many down, and one across.
+        A picture of the one size that all have counts as so many down, and one across; of one that is seen in parts
+        it is these that count.
         """
-        shown = self.shown_in(split)
-        if self.grid is None:  # each thing is one picture
+        shown, cut = self.shown_in(split), self.grid or self.parts
+        if cut is None:  # each thing is one picture
             places = np.where(shown.frames[:, None] < 0, 0, np.array([[1, self.tokens_a_picture, 1]]))
         else:
             sizes = shapes_in(known_shapes(self.pictures_of(split)))
             clips = np.array([fact[1:3] for fact in StoredClips(self.clips_of(split)).facts], np.int64)
-            places = shown.places(self.grid, *(places_of_shapes(self.grid, one) for one in (sizes, clips)))
+            places = shown.places(cut, *(places_of_shapes(cut, one) for one in (sizes, clips)))
         return places[shown.pictures]
 
     def more_tokens(self, split: Split) -> NDArray[np.int64]:
         """By how many tokens the pictures of each conversation of a split's folder make it longer."""
-        return _summed(self.places_in(split).prod(1) - 1, self.shown_in(split).offsets)
+        lengths = self.written().lengths(self.image_token_id, self.places_in(split))
+        return _summed(lengths - 1, self.shown_in(split).offsets)
+
+    def written(self) -> Written:
+        """The tokens that stand for what is shown."""
+        return Written(self.tokenizer_folder, self.parts)
 
     def faults(self, split: Split) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which conversations of a split's folder have a picture that cannot be used, and which others are too long."""
@@ -133,6 +143,8 @@ class PreparedPictureChats(PreparedRows):
         if self.grid is not None:
             video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
             return {"image_token_id": self.image_token_id, **video}
+        if self.parts is not None:
+            return {"image_token_id": self.image_token_id}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
     def complete(self, config: RunConfig) -> RunConfig:
@@ -142,8 +154,8 @@ class PreparedPictureChats(PreparedRows):
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         fields = {name: entry for name, entry in value.items() if name != "kind"}
-        grid = Grid(**fields["grid"]) if fields.get("grid") else None
-        return cls(**{**fields, "grid": grid, **{name: Path(fields[name]) for name in cls.places}})
+        cut = {name: kind(**fields[name]) for name, kind in (("grid", Grid), ("parts", Parts)) if fields.get(name)}
+        return cls(**{**fields, **cut, **{name: Path(fields[name]) for name in cls.places}})
 
 
 def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -> PreparedPictureChats:
@@ -157,7 +169,8 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     assert isinstance(data, PictureChatConfig)
     pixels = chat_pixels(data, config.model)
     grid = pixels.grid if isinstance(pixels, GridPixels) else None
-    tokens = _tokens_a_picture(config) if grid is None else 0
+    parts = pixels.parts if isinstance(pixels, PartPixels) else None
+    tokens = parts.tokens if parts else _tokens_a_picture(config) if grid is None else 0
     cache, told = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
@@ -189,6 +202,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         video_token_id=video,
         tokens_a_picture=tokens,
         grid=grid,
+        parts=parts,
         num_conversations=sum(TokenStore.open(one).num_documents for one in {folder, held_folder}),
         bad_samples=0,
         long_samples=0,
@@ -212,7 +226,7 @@ def _counted(known: PreparedPictureChats, config: RunConfig, seen: tuple[object,
         left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
         raise DataError(f"data.source={data.source}: there is nothing to train on: {left}, {held} are held out")
     evaluated = min(held, data.validation_max_samples or held)
-    each = "with their pictures" if known.grid else f"each picture takes {known.tokens_a_picture}"
+    each = "with their pictures" if known.grid or known.parts else f"each picture takes {known.tokens_a_picture}"
     return replace(
         known,
         train_samples=train,

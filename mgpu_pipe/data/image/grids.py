@@ -21,11 +21,13 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.image.decode import FORMATS, MODES, pillow
 from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.parts import PartPixels
 from mgpu_pipe.data.image.pixels import Pixels, normalised, of_vision, preprocessor
 from mgpu_pipe.data.image.sources import FILES
 from mgpu_pipe.data.text.token_store import load_array, save_array
+from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.pictures import LONGEST, Grid
+from mgpu_pipe.families.pictures import LONGEST, SEE_PARTS, Grid, Parts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -105,14 +107,19 @@ class GridPixels(Pixels):
 
 
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
-    """How a run's pictures become arrays; raises as :meth:`Pixels.of` and :meth:`GridPixels.of_grid`."""
+    """How a run's pictures become arrays; raises as :meth:`Pixels.of`, :meth:`GridPixels.of_grid` and
+    :meth:`PartPixels.of_parts`."""
     grid = Grid.of(partial(of_vision, model))
+    parted = (model.type or model_field(model, "model_type")) in SEE_PARTS
+    if not parted and data.max_side != "auto":
+        reason = "the model does not see pictures in parts"
+        raise ConfigError("data.max_side", data.max_side, "leave it out", reason)
     if grid is not None:
         return GridPixels.of_grid(data, model, grid)
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) != "auto":
             raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")
-    return Pixels.of(data, model)
+    return PartPixels.of_parts(data, model) if parted else Pixels.of(data, model)
 
 
 def known_shapes(pictures: Path) -> Path:
@@ -155,7 +162,7 @@ def _shape(path: Path) -> tuple[int, int]:
         return (width, height) if image.getexif().get(ORIENTATION) in TURNED else (height, width)
 
 
-def places_of_shapes(grid: Grid, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
+def places_of_shapes(grid: Grid | Parts, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Places down and across of pictures of these shapes, (pictures, 2); zeros for those that are too long."""
     different, which = np.unique(shapes.reshape(-1, 2), axis=0, return_inverse=True)
     found = np.array([grid.places(int(height), int(width)) for height, width in different], np.int64).reshape(-1, 2)

@@ -64,6 +64,9 @@ class PictureChatConfig(ImageConfig):
     is the model folder's, else as many as four places in the text have."""
     max_pixels: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Pixels above which it is scaled down; auto is the model folder's, else as many as 1280 places have."""
+    max_side: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Pixels that a picture's longer side is scaled to, for a model that sees it in parts and whole (SmolVLM): the
+    more, the more parts; auto is the model folder's, else those of four parts."""
     video_column: str = "videos"
     """Name of the field with the paths of a conversation's videos, files or folders of frames; without it video is
     looked at (picture_chats)."""

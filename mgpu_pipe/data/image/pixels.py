@@ -106,9 +106,10 @@ class Pixels:
         return np.ascontiguousarray(normed.transpose(2, 0, 1))
 
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
-        """The same of one picture, or of a video's frames, where the model is given videos."""
+        """What the model is given of one picture, or of a video's frames: the pictures or their parts, (parts,
+        channels, size, size), or patches."""
         (image,) = images
-        return self.array(image)
+        return self.array(image)[None]
 
 
 def _crop(size: tuple[int, int], least: float, drawn: NDArray[np.float64]) -> tuple[float, float, float, float]:

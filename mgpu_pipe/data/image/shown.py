@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.text.token_store import load_array, save_array
-from mgpu_pipe.families.pictures import Grid
+from mgpu_pipe.families.pictures import Grid, Parts
 
 NAMES = ("offsets", "pictures", "starts", "frames", "clips", "seconds")
 PICTURE = float("nan")
@@ -61,7 +61,7 @@ class Shown:
         frames = self.frames[self.starts[number] : self.starts[number + 1]]
         return Thing(tuple(frames.tolist()), float(self.seconds[number]), int(self.clips[number]))
 
-    def places(self, grid: Grid, pictures: NDArray[np.int64], clips: NDArray[np.int64]) -> NDArray[np.int64]:
+    def places(self, grid: Grid | Parts, pictures: NDArray[np.int64], clips: NDArray[np.int64]) -> NDArray[np.int64]:
         """Places in time, down and across of each thing, (things, 3); zeros for one that cannot be used.
 
         Args:

@@ -1,0 +1,262 @@
+"""SmolVLM. Oracle: transformers' own model and picture processor, one conversation at a time, in one process."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.grids import chat_pixels
+from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.families.pictures import Parts
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.model_parts import part_patterns
+from mgpu_pipe.objectives.pictures import NOT_ZERO, pictures_of
+from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.objectives.test_contrastive import verified
+from tests.objectives.test_vision_language import CLASS, said
+from tests.support import small_runs
+from tests.support.pictures import stored
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "model=smolvlm_tiny")
+IDEFICS = ("model.type=idefics3", "model.config.vision_config.model_type=idefics3_vision")
+SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
+"""Height and width."""
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        pytest.param(1, ("strategy=single", "data.micro_batch_size=2", *IDEFICS), marks=pytest.mark.exhaustive),
+        (2, ("strategy=fsdp", "data.micro_batch_size=2")),
+        *(pytest.param(2, (f"strategy={name}",), marks=pytest.mark.exhaustive) for name in ("ddp", "tp", "zero3")),
+        pytest.param(2, ("strategy=tp", *IDEFICS), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=zero3", *IDEFICS), marks=pytest.mark.exhaustive),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_text_and_parts_of_pictures_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
+    """In the first step one half of the rows has no picture, in the second none has, in the third some have several."""
+    config = small_run(*GIVEN, "data.packing=none", f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+def chats(folder: Path, *overrides: str) -> RunConfig:
+    """Conversations with none, one or two pictures, of four sizes, in parts of 16 pixels of which a side has two."""
+    if not (folder / "chats.jsonl").exists():
+        folder.mkdir(exist_ok=True)
+        for seed, (name, size) in enumerate(SIZES.items()):
+            values = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+            (folder / f"{name}.png").write_bytes(stored(Image.fromarray(values)))
+        rows = [
+            *({"messages": said(f"<image> How is it, {name}?", name), "image": f"{name}.png"} for name in SIZES),
+            {"messages": said("Compare <image> and <image>.", "wide"), "images": ["wide.png", "high.png"]},
+            {"messages": said("Do you see me?", "No.")},
+        ]
+        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tower = "model.config.vision_config"
+    shape = (f"{tower}.num_channels=3", f"{tower}.image_size=16", f"{tower}.patch_size=4")
+    given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("data.chat_template=chatml", "data.seq_len=160", "data.max_side=32", "data.validation_fraction=0.4")
+    steps = ("trainer.max_steps=4", "data.global_batch_size=4", "data.num_workers=0")
+    hub = "model=hf" in overrides
+    named = [one for one in GIVEN if not (hub and one.startswith("model="))]
+    return compose([*named, *given, *more, *steps, *(() if hub else shape), *overrides])[0]
+
+
+run = partial(small_runs.run, chats)
+
+
+def processed(config: Any, pixels: Any, images: list[Image.Image]) -> tuple[torch.Tensor, list[str]]:
+    """What transformers' processor makes of pictures, and writes into a text for each."""
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    processor = SmolVLMImageProcessorPil(
+        size={"longest_edge": pixels.parts.longest}, max_image_size={"longest_edge": pixels.size}
+    )
+    own = processor(images, return_tensors="pt", return_row_col_info=True)
+    assert own["pixel_attention_mask"].all(), "so that the model needs none"
+    places = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
+    counts = zip(own["rows"][0], own["cols"][0], strict=True)
+    names = ("<fake_token_around_image>", "<image>", "<global-img>")
+    return own["pixel_values"][0], [get_image_prompt_string(*one, places, *names) for one in counts]
+
+
+def test_parts_and_the_tokens_around_them_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    config = chats(tmp_path, "data.validation_fraction=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(SIZES) + 2)
+    batch = samples.batch(every, every)
+    model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    shown = [[name] for name in SIZES] + [["wide", "high"], []]
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    assert batch["pictures"].tolist() == [3, 3, 5, 5, 6, 0], "1 x 2, 2 x 1 and 2 x 2 parts, and each whole"
+    for number, names in enumerate(shown):
+        written = list[str]()
+        if names:
+            images = [Image.open(tmp_path / f"{name}.png") for name in names]
+            own, written = processed(model.config, samples._pixels, images)
+            values = batch["pixel_values"][number][: len(own)]
+            assert torch.allclose(values, own, rtol=0, atol=1e-6) and len(own) == int(batch["pictures"][number])
+        first, *rest = rows[number][0]["content"].split("<image>")
+        said_first = first + "".join(one + text for one, text in zip(written, rest, strict=True))
+        messages = [{**rows[number][0], "content": said_first}, rows[number][1]]
+        ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
+        # A store ends each document by a token of its own.
+        assert batch["input_ids"][number][: len(ids)].tolist() == ids
+        answer = batch["labels"][number]
+        assert (
+            tokenizer.decode(answer[answer != IGNORE_INDEX], skip_special_tokens=True).strip()
+            == (rows[number][1]["content"])
+        )
+    inputs = pictures_of(model.config).inputs(batch)
+    assert inputs["pixel_values"].shape == (1, 22, 3, 16, 16)
+    text = ["".join(part.text for part in one) for one in parts_of(prepared, samples, every, every, True)]
+    assert [one.count("<image>") for one in text] == [3, 3, 5, 5, 6, 0] and "<row_2_col_1><image>" in text[1]
+    whole: Any = prepare(chats(tmp_path, "data.validation_fraction=0", "data.max_side=16"))
+    assert whole.open(config, "train") is not None and whole.places_in("train")[:, 1:].tolist() == [[1, 1]] * 6
+    most = int(samples._length.max()) - 1
+    short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={most}"))
+    assert short.train_samples == 5 and "(with their pictures)" in short.told
+
+
+@pytest.mark.parametrize(("longest", "side"), [(2048, 512), (1536, 384), (1456, 364), (5000, 512), (512, 512)])
+def test_pictures_have_as_many_parts_as_transformers_cuts(longest: int, side: int) -> None:
+    from transformers.models.smolvlm import image_processing_pil_smolvlm as own
+
+    parts, random = Parts(side, longest, 64), np.random.default_rng(longest)
+    for height, width in [(1, 1), (1, 999), (3000, 2), *random.integers(1, 4000, (200, 2)).tolist()]:
+        scaled = own.get_resize_output_image_size(np.empty((1, height, width), np.bool_), longest)
+        assert parts.scaled(height, width) == scaled
+
+        class Sized(own.SmolVLMImageProcessorPil):  # type: ignore[name-defined,misc]
+            def resize(self, image: Any, size: Any, **_: Any) -> Any:
+                return size
+
+        found = Sized.resize_for_vision_encoder(Sized.__new__(Sized), np.empty((1, *scaled), np.bool_), side)
+        assert parts.places(height, width) == (found.height // side, found.width // side)
+
+
+def test_a_wholly_black_picture_is_seen() -> None:
+    """transformers' own model leaves pictures of zeros out, and then stops, for their places are there."""
+    small = small_run(*GIVEN, "data.packing=none", "trainer.devices=1", "strategy=single").model
+    objective = VisionLanguageObjective(materialise(build_meta(small, CLASS), 1, "cpu"), None, lambda step: 1.0, 7)
+    model: Any = objective.model
+    batch = objective.random_batch(3, 2, 6, 32, packed=False)
+    row = next(at for at, number in enumerate(batch["pictures"].tolist()) if number > 1)
+    batch["pixel_values"][row, 1] = 0
+    inputs = objective.model_inputs(batch)
+    with torch.no_grad(), pytest.raises(ValueError, match="do not match"):
+        pixels = inputs["pixel_values"]
+        model(input_ids=batch["input_ids"], pixel_values=pixels.masked_fill(pixels == NOT_ZERO, 0))
+    nothing = torch.zeros_like(inputs["pixel_values"][0, :1])
+    seen = []
+    run_tower = model.model.vision_model.forward
+
+    def tower(pixel_values: torch.Tensor, **more: Any) -> Any:
+        seen.append(run_tower(pixel_values=pixel_values, **more))
+        return seen[-1]
+
+    model.model.vision_model.forward = tower
+    with torch.no_grad():
+        model(**inputs)
+        at = int(batch["pictures"][:row].sum()) + 1
+        alone = run_tower(pixel_values=nothing).last_hidden_state[0]
+    assert torch.allclose(seen[0].last_hidden_state[at], alone, rtol=0, atol=1e-6)
+    without = objective.random_batch(3, 1, 4, 32, packed=False)
+    inputs = objective.model_inputs(without)
+    assert inputs["pixel_values"].shape[:2] == (1, 1) and len(inputs["input_ids"]) == 5
+    objective.micro_batch_loss(without).backward()  # type: ignore[no-untyped-call]
+    seeing = [p.grad for name, p in model.named_parameters() if "vision_model" in name]
+    assert all(grad is not None and not grad.any() for grad in seeing), "gradients are there, and zero"
+    assert part_patterns(model)["projector"] == ["model.connector.*"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("data.fit=crop",), "data.fit=crop: the model sees pictures in parts"),
+        (("data.image_size=4",), "data.image_size=4: the model's image_size is 8"),
+        (("data.max_side=7",), "data.max_side=7: a part has so many pixels; use at least 8"),
+        (("data.max_pixels=99",), "data.max_pixels=99: the model's pictures have one size"),
+        (("model.config.scale_factor=3",), "model.config.scale_factor=3: a part of 8 pixels has 8/2 patches across"),
+        (("model=llava_tiny", "data.max_side=8"), "data.max_side=8: the model does not see pictures in parts"),
+    ],
+)
+def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str, ...], expected: str) -> None:
+    config = compose([*GIVEN, "data=picture_chats", "data.paths=[chats.jsonl]", *overrides])[0]
+    assert isinstance(config.data, PictureChatConfig)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        chat_pixels(config.data, config.model)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer, SmolVLMForConditionalGeneration
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    second, pictures = tmp_path / "second", [tmp_path / "high.png", tmp_path / "large.png"]
+    told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
+    shown = [word for picture in pictures for word in ("--image", str(picture))]
+    asked = "Is <image> or <image> high?"
+    assert main(["generate", str(second), *told, "--prompt", asked, *shown]) == 0
+    answer = capsys.readouterr().out.strip()
+    talk = io.StringIO(f"/image {pictures[0]}\n/image {pictures[1]}\n{asked}\nReally?\n/exit\n")
+    monkeypatch.setattr("sys.stdin", talk)
+    assert main(["chat", str(second), *told]) == 0
+    assert capsys.readouterr().out.startswith(answer)
+    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    exported, info = SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    # Its own picture processor, tokens around parts and generation write the same.
+    processor = SmolVLMImageProcessorPil.from_pretrained(tmp_path / "out")
+    assert isinstance(processor.resample, int) and processor.resample == Image.Resampling.LANCZOS
+    made = processor([Image.open(picture) for picture in pictures], return_tensors="pt")
+    pixels = chat_pixels(load_run(second).config.data, load_run(second).config.model)  # type: ignore[union-attr,arg-type]
+    _, written = processed(exported.config, pixels, [Image.open(picture) for picture in pictures])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": asked.replace("<image>", "{}").format(*written)}],
+        **{"tokenize": False, "add_generation_prompt": True},
+    )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    wrote = exported.generate(input_ids=ids, **made, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
+    assert tokenizer.decode(wrote, skip_special_tokens=True).strip() == answer
+    assert json.loads((tmp_path / "out" / "processor_config.json").read_text())["image_seq_len"] == 4
+    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
+    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp", "data.max_side=auto")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
