@@ -40,6 +40,7 @@ LONG = tuple(
         "tasks/sweeps",
         "tasks/doctor",
         "tasks/images",
+        "tasks/vision_language",
         "tasks/speech",
         "reference/checkpoint_format",
     )
@@ -96,9 +97,9 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
     shutil.copytree(corpus, tmp_path / "corpus" / "part")
     rows = (json.dumps({"text": f"document number {n}, of a few words"}) for n in range(300))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
-    if page in ("docs/tasks/images.md", "docs/tasks/parameter_groups.md"):
+    if page in ("docs/tasks/images.md", "docs/tasks/vision_language.md", "docs/tasks/parameter_groups.md"):
         need_digits()
-    if page in ("docs/tasks/images.md", "docs/tasks/videos.md"):
+    if page in ("docs/tasks/images.md", "docs/tasks/vision_language.md", "docs/tasks/videos.md"):
         folder_of_classes(tmp_path / "pets")
     if page == "docs/tasks/speech.md":
         need_speech("espeak-ng")

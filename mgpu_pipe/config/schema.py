@@ -103,8 +103,8 @@ class DataConfig:
     target_column: str = "target"
     """Name of the text that the model is to answer with (pairs_jsonl)."""
     chat_template: str | None = None
-    """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, phi4, deepseek, plain; null is the tokenizer's
-    own (chat_jsonl, preferences_jsonl)."""
+    """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, paligemma, phi4, deepseek, plain; null is the
+    tokenizer's own (chat_jsonl, preferences_jsonl)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Shape of the random documents of data=synthetic."""
     numbers: NumbersConfig = field(default_factory=NumbersConfig)

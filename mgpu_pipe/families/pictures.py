@@ -15,6 +15,8 @@ SEE_VIDEOS = ("qwen2_5_vl",)
 """Families that are given videos."""
 SEE_PARTS = ("smolvlm", "idefics3")
 """Families that see a picture in parts of one size, and beside them the whole of it."""
+READ_QUESTIONS_WHOLE = ("paligemma",)
+"""Families that read what stands before an answer, pictures and text, from both sides."""
 
 
 def picture_places(tower: str, size: int, patch: int, select: str, merge: int = 1) -> int:

@@ -16,6 +16,7 @@ from mgpu_pipe.data.image.parts import PartPixels
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.families.pictures import WITHOUT_SUMMARY
 from mgpu_pipe.inference.load import StoredModel
+from mgpu_pipe.models.fields import places_of
 
 PICTURES, ALL = "preprocessor_config.json", "processor_config.json"
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
@@ -35,8 +36,8 @@ def write_processor(stored: StoredModel, out: Path) -> None:
     if isinstance(pixels, GridPixels):  # its processor as a whole wants torchvision, and tokens of its own
         _write(out / PICTURES, _of_grid(pixels))
         return
+    kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
     if isinstance(pixels, PartPixels):
-        kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
         _write(out / PICTURES, _of_parts(pixels, kind))
         _write(out / ALL, {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens})
         return
@@ -52,6 +53,11 @@ def write_processor(stored: StoredModel, out: Path) -> None:
         "image_std": list(pixels.std),
         "do_convert_rgb": pixels.channels == 3,
     }
+    if kind == "PaliGemma":
+        pictures |= {"image_processor_type": "SiglipImageProcessor", "image_seq_length": places_of(model)}
+        _write(out / PICTURES, pictures)
+        _write(out / ALL, {"processor_class": "PaliGemmaProcessor"})
+        return
     whole = {
         "processor_class": "LlavaProcessor",
         "patch_size": vision.patch_size,

@@ -17,6 +17,7 @@ from mgpu_pipe.data.image.parts import PartPixels
 from mgpu_pipe.data.image.written import Written
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE
 from mgpu_pipe.objectives.pictures import Picture, Pictures, pictures_of
 
 if TYPE_CHECKING:
@@ -39,14 +40,14 @@ class Sight:
 
     @classmethod
     def of(cls, run: LoadedRun, files: Sequence[Path]) -> Sight | None:
-        """The pictures in ``files``, as the run's model takes them; None without any.
+        """The pictures in ``files``, as the run's model takes them; None without any where it asks for nothing else.
 
         Raises:
             BadInputError: a file that is no picture, or a model that reads none.
         """
-        if not files:
-            return None
         config = run.model.config
+        if not files and config.model_type not in READ_QUESTIONS_WHOLE:
+            return None
         if getattr(config, "image_token_id", None) is None:
             raise BadInputError(f"--image={files[0]}: {type(run.model).__name__} sees no pictures; leave it out")
         model = ModelConfig(path=str(run.source)) if run.config is None else run.config.model
@@ -72,6 +73,8 @@ class Sight:
         """What the model gets beside these expanded prompts, each of which has the pictures."""
         longest = max(map(len, prompts))
         rows = torch.tensor([[*[0] * (longest - len(ids)), *ids] for ids in prompts])
+        if not self.pictures:
+            return {name: value.to(device) for name, value in self.kind.asked(rows).items()}
         given = self.kind.inputs({"input_ids": rows, **self.kind.collated(rows, [self.pictures] * len(prompts))})
         return {name: value.to(device) for name, value in given.items() if name not in ("input_ids", "use_cache")}
 

@@ -22,7 +22,8 @@ import torch
 
 from mgpu_pipe.data.batch_spec import Field
 from mgpu_pipe.data.image.grids import row_positions
-from mgpu_pipe.families.pictures import SEE_PARTS, Grid
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS, Grid
 from mgpu_pipe.models.fields import picture_shape, places_of
 
 Batch = Mapping[str, torch.Tensor]
@@ -74,8 +75,12 @@ class Pictures(ABC):
         """The model's arguments for a micro-batch, which may have one row more than it."""
 
     @abstractmethod
-    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, Any]:
-        """transformers' own arguments for one row of token ids."""
+    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        """transformers' own arguments for one row of token ids.
+
+        Args:
+            answer: where it begins.
+        """
 
     @abstractmethod
     def drawn(self, generator: torch.Generator) -> Picture:
@@ -92,6 +97,10 @@ class Pictures(ABC):
     @abstractmethod
     def of_row(self, batch: Batch, row: int) -> list[Picture]:
         """The pictures of a row of a random batch."""
+
+    def asked(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the model gets beside the ids of questions without any picture."""
+        return {}
 
     def token_of(self, picture: Picture) -> int:
         """That which stands in each of its places."""
@@ -128,7 +137,7 @@ class OneSize(Pictures):
         """What the model takes of the pictures."""
         return pixels
 
-    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, Any]:
+    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
         shown = {"pixel_values": self._given(torch.cat([one.values for one in pictures]))} if pictures else {}
         return {"input_ids": ids[None], **shown}
 
@@ -164,6 +173,26 @@ class InParts(OneSize):
 
     def _given(self, pixels: torch.Tensor) -> torch.Tensor:
         return pixels[None]
+
+
+class ReadWhole(OneSize):
+    """The same, of a model that reads a row from both sides up to the first token that is learned, and the rest
+    forward."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        given = super().inputs(batch)
+        types = torch.zeros_like(given["input_ids"])
+        if "labels" in batch:  # shifted: that of the last token before an answer is its first
+            learned = batch["labels"] != IGNORE_INDEX
+            types[: len(learned)] = learned.cumsum(1) > learned.int()
+        return {**given, "token_type_ids": types}
+
+    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        types = torch.arange(len(ids), device=ids.device) >= answer
+        return {**super().alone(ids, pictures, answer), "token_type_ids": types[None].long()}
+
+    def asked(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"token_type_ids": torch.zeros_like(ids)}
 
 
 class OwnSizes(Pictures):
@@ -206,7 +235,7 @@ class OwnSizes(Pictures):
             "use_cache": False,
         }
 
-    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture]) -> dict[str, Any]:
+    def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
         given: dict[str, Any] = {"input_ids": ids[None]}
         for pixels, grid, videos in (
             ("pixel_values", "image_grid_thw", False),
@@ -274,4 +303,5 @@ def pictures_of(config: Any) -> Pictures:
     """What a model of that configuration wants to be given."""
     if hasattr(config.vision_config, "spatial_merge_size"):
         return OwnSizes(config)
-    return InParts(config) if config.model_type in SEE_PARTS else OneSize(config)
+    kinds = {**dict.fromkeys(SEE_PARTS, InParts), **dict.fromkeys(READ_QUESTIONS_WHOLE, ReadWhole)}
+    return kinds.get(config.model_type, OneSize)(config)

@@ -1,6 +1,7 @@
 """Answers to questions about pictures: the next token's cross-entropy over the answers of conversations.
 
-A sample is one row, filled up at its end; no token sees what is behind it, so there is no mask. Each picture stands in
+A sample is one row, filled up at its end; no token sees what is behind it, so there is no mask; in PaliGemma's rows
+those before the answer see each other. Each picture stands in
 the row as many times as the language model gets vectors of it (:mod:`mgpu_pipe.objectives.pictures`). A micro-batch
 without any picture gets a blank one, in a row of its own that counts nothing: every process then runs every part of
 the model in every pass, so none waits for another, and every part's gradients are there, and zero, also where a step
@@ -162,13 +163,13 @@ class VisionLanguageObjective(Objective):
         shown = [kind.of_row(batch, row) for row in range(len(batch["input_ids"]))]
         if not any(shown):
             blank = kind.blank()
-            seen = forward(**kind.alone(torch.full((blank.tokens,), kind.token), [blank]))
+            seen = forward(**kind.alone(torch.full((blank.tokens,), kind.token), [blank], blank.tokens))
             losses.append(0.0 * seen.logits.float().sum())
         for ids, labels, pictures in zip(batch["input_ids"], batch["labels"], shown, strict=True):
             counted = (labels != IGNORE_INDEX).nonzero()
             if len(counted):
                 end = int(counted.max()) + 1
-                logits = forward(**kind.alone(ids[:end], pictures)).logits[0].float()
+                logits = forward(**kind.alone(ids[:end], pictures, int(counted.min()) + 1)).logits[0].float()
                 losses.append(F.cross_entropy(logits, labels[:end], ignore_index=IGNORE_INDEX, reduction="sum"))
         return Reference(torch.stack(losses).sum())
 

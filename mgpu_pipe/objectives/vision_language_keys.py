@@ -14,7 +14,7 @@ from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.pixels import of_vision
 from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.pictures import SEE_PARTS
+from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS
 
 OWN_TOWERS = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
 """Families whose towers are their own."""
@@ -88,6 +88,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=("llava", *OWN_TOWERS),
+    families=("llava", *OWN_TOWERS, *READ_QUESTIONS_WHOLE),
     refused_axes=("pp", "cp", "ep"),
 )

@@ -115,6 +115,8 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     if "image_token_index" in known.names:  # several pictures fit into a row
         vision = changed["vision_config"]
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
+    if {"image_token_index", "projection_dim"} <= known.names:  # to what the projector projects
+        changed["projection_dim"] = changed["text_config"]["hidden_size"]
     if "scale_factor" in known.names:  # it divides the patches across
         changed["scale_factor"] = 2
     if "video_token_id" in known.names:

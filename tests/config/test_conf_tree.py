@@ -62,6 +62,7 @@ NEEDS_MORE = {
     ("model", "qwen25_vl_7b"),
     ("model", "qwen3_vl_tiny"),
     ("model", "smolvlm_tiny"),
+    ("model", "paligemma_tiny"),
     ("data", "digit_questions"),
     ("data", "moving_shapes"),
     ("experiment", "video_shapes"),

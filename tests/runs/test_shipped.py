@@ -19,7 +19,7 @@ from tests.support.sampling import sampled
 
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
 
-SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny")
+SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny", "paligemma_tiny")
 OBJECTIVES = {
     **{"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"},
     **{"vit_tiny": "image_classification", "clip_tiny": "contrastive"},
@@ -49,6 +49,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "llama_tiny",
         "llava_tiny",
         "mixtral_tiny",
+        "paligemma_tiny",
         "qwen25_vl_tiny",
         "qwen3_tiny",
         "qwen3_vl_tiny",
@@ -60,7 +61,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
     ]
 
 
-AS_OTHERS = ("clip_tiny", "llava_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "wav2vec2_tiny")
+AS_OTHERS = ("clip_tiny", "llava_tiny", "paligemma_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "wav2vec2_tiny")
 """Commands of docs/tasks/images.md and speech.md train them, or tests/objectives; ``make test`` tries the others."""
 
 

@@ -76,6 +76,13 @@ ENCODER_MODELS = {
                 **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
             },
         },
+        "paligemma": {
+            **{"image_token_index": VOCABULARY - 1, "projection_dim": 32, "hidden_size": 32},
+            "text_config": {
+                **{**COMMON, "model_type": "gemma", "head_dim": 8, "attention_dropout": 0.0, "pad_token_id": None}
+            },
+            "vision_config": {**TOWER, **PICTURE, "model_type": "siglip_vision_model", "vision_use_head": False},
+        },
         "smolvlm": {
             **{"image_token_id": VOCABULARY - 1, "scale_factor": 2},
             "text_config": {**COMMON, "model_type": "llama", "attention_dropout": 0.0, "pad_token_id": None},
@@ -103,7 +110,7 @@ ENCODER_MODELS = {
 }
 
 
-SEEING = ("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+SEEING = ("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma")
 
 
 def whisper_objective(model: Any, optimizer: Any, learning_rate: Any) -> SpeechSeq2SeqObjective:

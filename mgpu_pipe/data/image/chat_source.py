@@ -18,7 +18,7 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.compressed import identity_of
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.image.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, rows_of
-from mgpu_pipe.data.image.check import check_videos
+from mgpu_pipe.data.image.check import check_rows
 from mgpu_pipe.data.image.clips import ONE, StoredClips, chosen_frames, known_clips
 from mgpu_pipe.data.image.decode import SUFFIXES
 from mgpu_pipe.data.image.digit_questions import digit_questions
@@ -93,7 +93,7 @@ class ChatSource:
         found = cls(plain, together, Source(data.source, content, size, documents_of, "chat"))
         numbers, places = dict[tuple[Path, bool], int](), dict[Path, int]()
         for row in rows():
-            check_videos(config, [row])
+            check_rows(config, [row])
             shown = list(zip(row.pictures, row.videos, strict=True))
             for one in shown:
                 if one not in numbers:

@@ -35,6 +35,7 @@ from mgpu_pipe.data.text.sources import validation_source_config
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, model_field, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.families.config_source import config_class
 from mgpu_pipe.families.pictures import Grid, Parts, picture_places
 
 _FORMAT = 1
@@ -148,8 +149,12 @@ class PreparedPictureChats(PreparedRows):
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """A model folder's knows the token already."""
-        return config if config.model.path is not None else super().complete(config)
+        """A model folder's knows the token already; a number of places is not every family's."""
+        if config.model.path is not None:
+            return config
+        known = config_class(str(config.model.type))
+        fields = {name: value for name, value in self.model_fields().items() if known is None or name in known.names}
+        return replace(config, model=replace(config.model, config={**config.model.config, **fields}))
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
@@ -274,9 +279,11 @@ def _token(config: RunConfig, tokenizer: TokenizerInfo, place: str, *fields: str
 
 
 def _tokens_a_picture(config: RunConfig) -> int:
+    kind = config.model.type or model_field(config.model, "model_type")
     size, patch = (of_vision(config.model, name) for name in ("image_size", "patch_size"))
     if not isinstance(size, int) or not isinstance(patch, int) or not 1 <= patch <= size:
         fix = "give model.config.vision_config.image_size and patch_size"
         raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"pictures have {size} pixels")
-    select = model_field(config.model, "vision_feature_select_strategy") or "default"
+    known, name = config_class(str(kind)), "vision_feature_select_strategy"
+    select = model_field(config.model, name) or (known.defaults.get(name, "full") if known else "full")
     return picture_places(str(of_vision(config.model, "model_type")), size, patch, str(select))

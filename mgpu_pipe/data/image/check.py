@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.chat_rows import QUESTIONS, SHAPES, ChatRow, first_rows
+from mgpu_pipe.data.image.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, first_rows
 from mgpu_pipe.data.image.clips import pyav
 from mgpu_pipe.data.image.decode import pillow
 from mgpu_pipe.data.image.grids import chat_pixels
@@ -15,9 +16,10 @@ from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.image.sources import DIGITS, digits_file, entries
 from mgpu_pipe.data.image.tars import TARS, check_tars
 from mgpu_pipe.data.text.chat_templates import check_chat
+from mgpu_pipe.data.text.conversations import is_trained
 from mgpu_pipe.data.text.tokenizer import model_field
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
-from mgpu_pipe.families.pictures import SEE_VIDEOS
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
 
 
 def check_pictures(config: RunConfig) -> None:
@@ -51,7 +53,7 @@ def check_picture_chats(config: RunConfig) -> None:
     def rows(patterns: list[str], key: str) -> None:
         looked = first_rows(data, patterns, key)
         check_chat(config, (looked[0].text, looked[0].origin))
-        check_videos(config, looked)
+        check_rows(config, looked)
 
     checks: list[Callable[[], object]] = [pillow, lambda: chat_pixels(data, config.model)]
     if data.source == QUESTIONS:
@@ -65,13 +67,22 @@ def check_picture_chats(config: RunConfig) -> None:
     _raise_all(checks)
 
 
-def check_videos(config: RunConfig, rows: Iterable[ChatRow]) -> None:
-    """Where a row has a video, the model takes it; where it is a file, PyAV is there.
+def check_rows(config: RunConfig, rows: Iterable[ChatRow]) -> None:
+    """Where a row has a video, the model takes it; where it is a file, PyAV is there; where the model reads what stands
+    before an answer from both sides, one answer alone is learned.
 
     Raises:
         ConfigError: not so.
+        DataError: several answers.
     """
+    kind = config.model.type or model_field(config.model, "model_type")
     for row in rows:
+        if kind in READ_QUESTIONS_WHOLE:
+            messages = json.loads(row.text)[COLUMN]
+            answers = sum(one["role"] == "assistant" and is_trained(one) for one in messages)
+            if answers > 1:
+                reason = f"has {answers} answers to learn, and {kind} reads all before the first from both sides"
+                raise DataError(f'{row.origin}: {reason}; give the others "train": false, or a row each')
         if any(row.videos):
             sees_videos(config, row.origin)
         if any(video and path.is_file() for path, video in zip(row.pictures, row.videos, strict=True)):

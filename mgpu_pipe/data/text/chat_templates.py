@@ -25,6 +25,7 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "gemma3": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "mistral": ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"),
+    "paligemma": (),
     "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     "plain": (),
     "qwen3": ("<|im_start|>", "<|im_end|>"),

@@ -71,6 +71,7 @@ WRITTEN = {
         ["Hi.</s>", "Me.</s>"],
         "</s>",
     ),
+    "paligemma": ("<s>Be brief.\n<s>Hello?\nHi.</s><s>Who?\nMe.</s>", ["Hi.</s>", "Me.</s>"], "</s>"),
     "plain": (
         "System: Be brief.\nUser: Hello?\nAssistant: Hi.</s>\nUser: Who?\nAssistant: Me.</s>\n",
         ["Hi.</s>\n", "Me.</s>\n"],

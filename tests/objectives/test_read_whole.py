@@ -1,0 +1,170 @@
+"""PaliGemma. Oracle: transformers' own model and processor, one conversation at a time, in one process."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.check import check_picture_chats
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.pictures import pictures_of
+from tests.objectives.test_contrastive import verified
+from tests.objectives.test_vision_language import CLASS, said
+from tests.support import small_runs
+from tests.support.pictures import folder_of_classes
+from tests.support.processes import run_processes
+from tests.verify.support import small_run
+
+GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "model=paligemma_tiny")
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"),
+    [
+        pytest.param(1, ("strategy=single", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
+        (2, ("strategy=tp",)),
+        pytest.param(2, ("strategy=ddp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=zero3",), marks=pytest.mark.exhaustive),
+        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_questions_read_from_both_sides_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
+    """In the first step one half of the rows has no picture, in the second none has, in the third some have several."""
+    config = small_run(*GIVEN, "data.packing=none", f"trainer.devices={processes}", *strategy)
+    worst = run_processes(processes, verified, config)[0]
+    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
+    assert [one for one in worst if not one.passed] == []
+
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": said("<image>What is it?", "dark"), "images": ["p/dark/0.png"]},
+    {"messages": said("<image> Caption en", "a light square"), "images": ["p/light/0.png"]},
+    {"messages": said("<image><image>Compare.", "two"), "images": ["p/light/1.png", "p/stripes/1.png"]},
+    {"messages": [{**said("", "so")[1], "train": False}, *said("<image>And?", "more")], "image": "p/dark/1.png"},
+    {"messages": said("Do you see me?", "No.")},
+]
+
+
+def chats(folder: Path, *overrides: str, rows: list[dict[str, Any]] = ROWS) -> RunConfig:
+    if not (folder / "chats.jsonl").exists():
+        folder_of_classes(folder / "p")
+        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tower = "model.config.vision_config"
+    shape = (f"{tower}.num_channels=3", f"{tower}.image_size=16", f"{tower}.patch_size=4")
+    given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("data.chat_template=paligemma", "data.seq_len=64", "data.validation_fraction=0.4")
+    steps = ("trainer.max_steps=4", "data.global_batch_size=4", "data.num_workers=0")
+    hub = "model=hf" in overrides
+    named = [one for one in GIVEN if not (hub and one.startswith("model="))]
+    return compose([*named, *given, *more, *steps, *(() if hub else shape), *overrides])[0]
+
+
+run = partial(small_runs.run, chats)
+
+
+def processor_of(folder: Path, **own: Any) -> Any:
+    from transformers import AutoTokenizer, PaliGemmaProcessor
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    processor = SiglipImageProcessorPil(**own)
+    processor.image_seq_length = 16
+    return PaliGemmaProcessor(processor, AutoTokenizer.from_pretrained(folder))
+
+
+def test_rows_are_those_of_transformers_processor_and_only_questions_are_read_from_both_sides(tmp_path: Path) -> None:
+    config = chats(tmp_path, "data.validation_fraction=0")
+    prepared: Any = prepare(config)
+    samples, every = prepared.open(config, "train"), np.arange(len(ROWS))
+    batch = samples.batch(every, every)
+    model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").eval()
+    processor = processor_of(prepared.tokenizer_folder, size={"height": 16, "width": 16}, resample=Image.BILINEAR)
+    given = pictures_of(model.config).inputs(batch)
+    types = given["token_type_ids"]
+    for row in range(3):
+        paths = [tmp_path / name for name in ROWS[row]["images"]]
+        question, answer = (one["content"] for one in ROWS[row]["messages"])
+        images = [[Image.open(path).convert("RGB") for path in paths]]
+        made = processor(images=images, text=[question], suffix=[answer], return_tensors="pt")
+        length = made["input_ids"].shape[1]
+        for name, found in (("input_ids", batch["input_ids"]), ("token_type_ids", types)):
+            assert found[row, :length].tolist() == made[name][0].tolist(), name
+        assert batch["labels"][row, : length - 1].tolist() == made["labels"][0, 1:].tolist()
+        pixels = batch["pixel_values"][row, : len(paths)]
+        assert torch.allclose(pixels, made["pixel_values"], rtol=0, atol=1e-6)
+        # Logits of the answer of a row among others are those of the row alone.
+        with torch.no_grad():
+            whole = model(**given).logits[row, :length]
+            alone = model(**{name: made[name] for name in ("input_ids", "token_type_ids", "pixel_values")}).logits[0]
+        assert torch.allclose(whole, alone, rtol=0, atol=1e-5)
+    # Another last token of an answer changes nothing before it; another last token of a question its beginning.
+    learned = batch["labels"] != IGNORE_INDEX
+    with torch.no_grad():
+        before = model(**given).logits
+        for place, reaches in ((int(learned[0].nonzero()[-1]), False), (int(learned[0].nonzero()[0]), True)):
+            ids = given["input_ids"].clone()
+            ids[0, place] = 5
+            after = model(**{**given, "input_ids": ids}).logits
+            assert (not torch.allclose(after[0, :place], before[0, :place], rtol=0, atol=1e-6)) is reaches
+            assert torch.equal(after[1:], before[1:])
+
+
+def test_several_answers_to_learn_are_refused(tmp_path: Path) -> None:
+    rows = [{"messages": [*said("Do you?", "No."), *said("Why?", "So.")]}]
+    with pytest.raises(ConfigErrors, match=r"has 2 answers to learn.*give the others \"train\": false, or a row each"):
+        check_picture_chats(chats(tmp_path, rows=rows))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import PaliGemmaForConditionalGeneration
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    from mgpu_pipe.cli import main
+
+    whole = run(tmp_path / "whole", 1, "strategy=single")
+    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    second, picture = tmp_path / "second", tmp_path / "p" / "dark" / "0.png"
+    told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
+    assert main(["generate", str(second), *told, "--prompt", "What is it?", "--image", str(picture)]) == 0
+    answer = capsys.readouterr().out.strip()
+    assert main(["generate", str(second), *told, "--prompt", "What is it?"]) == 0
+    unseen = capsys.readouterr().out.strip()
+    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    exported, info = PaliGemmaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    # Its own processor and generation write the same.
+    own = SiglipImageProcessorPil.from_pretrained(tmp_path / "out")
+    assert own.image_seq_length == 16
+    processor = processor_of(tmp_path / "out", size=own.size, resample=own.resample)
+    made = processor(images=Image.open(picture).convert("RGB"), text="<image>What is it?", return_tensors="pt")
+    made.pop("labels", None)
+    wrote = exported.generate(**made, max_new_tokens=8, do_sample=False)[0][made["input_ids"].shape[1] :]
+    assert processor.tokenizer.decode(wrote, skip_special_tokens=True).strip() == answer
+    text = processor.tokenizer.bos_token + "What is it?\n"
+    ids = processor.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    types = {"token_type_ids": torch.zeros_like(ids)}
+    wrote = exported.generate(input_ids=ids, **types, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
+    assert processor.tokenizer.decode(wrote, skip_special_tokens=True).strip() == unseen
+    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
+    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
