@@ -150,7 +150,7 @@ def _train(case: Case, events: Events) -> list[int]:
     config = configuration(case)
     dims = ParallelDims.resolve(config.strategy, case.ranks)
     told = {
-        "parallel/expert_exchange: of": ROWS * TOKENS * 2 // dims.ep,  # every expert is given as much
+        "parallel/expert_exchange: of": ROWS * TOKENS * 2 // (dims.ep * dims.tp),  # every expert is given as much
         "parallel/pipeline: run_step_batch": 1,  # torch asks all stages whether they know their shapes
     }
     batches = [step_batch(step, dims) for step in range(STEPS)]
