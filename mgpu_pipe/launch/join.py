@@ -37,6 +37,7 @@ from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.preparing import prepare_data
 from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress, resume_step
 from mgpu_pipe.launch.supervisor import Outcome
+from mgpu_pipe.launch.variables import gpu_environment
 from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import history, record
@@ -75,6 +76,7 @@ def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchRe
     check_world(config, world)
     threads = choose_threads(config, world.local_world_size)
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
+    os.environ.update(gpu_environment(config))
     with ExitStack() as resources:
         store = rendezvous(config)
         shared, _ = agree(config, world, asked, store, resources)
@@ -205,7 +207,7 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
     try:
         step = resume_step(config, paths)
         threads = choose_threads(config, world.local_world_size)
-        environment = describe_environment(asked.command, threads, world.world_size, asked.own)
+        environment = describe_environment(asked.command, threads, world.world_size, asked.own, gpu_environment(config))
         environment["launch"] = launch
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)

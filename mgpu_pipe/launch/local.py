@@ -26,6 +26,7 @@ from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress, 
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.variables import gpu_environment
 from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs import folder as run_folder
 from mgpu_pipe.runs import history, record
@@ -94,7 +95,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
         argv=[sys.executable, *WORKER, str(paths.root)],
         world_size=world,
         paths=paths,
-        environment=worker_environment(threads.per_worker),
+        environment={**worker_environment(threads.per_worker), **gpu_environment(config)},
         live_fd=live,
         inherited_fds=(lock.fd,),
     )
@@ -111,7 +112,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, inbox: SignalInbox
 
     group = None if plan.server else group_of()
     try:
-        environment = describe_environment(asked.command, threads, world, asked.own)
+        environment = describe_environment(asked.command, threads, world, asked.own, plan.environment)
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
         with run_folder.writing_to(paths.root):

@@ -33,6 +33,7 @@ from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.stop import STOPPING
 from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.variables import gpu_environment
 from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs.continue_line import Asked, joined_start
 from mgpu_pipe.runs.lock import RunLock
@@ -106,7 +107,7 @@ def _watch(
             argv=[sys.executable, *WORKER, str(paths.root)],
             world_size=world.world_size,
             paths=paths,
-            environment={**environment, RESUME: shared.resume},
+            environment={**environment, **gpu_environment(config), RESUME: shared.resume},
             live_fd=live,
             inherited_fds=() if lock is None else (lock.fd,),
             first_rank=world.rank,

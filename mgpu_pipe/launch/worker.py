@@ -98,11 +98,14 @@ def train_in(
 
     from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.launch.distributed import process_group
+    from mgpu_pipe.launch.variables import keep_traces_in
     from mgpu_pipe.runs.summary import write_summary
     from mgpu_pipe.training.run import train
 
     if config.trainer.deterministic:  # read when cuBLAS is first used; without it torch refuses its kernels
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device_type(config) == "cuda":
+        keep_traces_in(paths.logs)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     live = _live_stream() if world.rank == 0 else None
     with process_group(world, store, device_type(config), config.launch.collective_timeout):

@@ -9,9 +9,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 import mgpu_pipe
 from mgpu_pipe.child import bound
@@ -33,17 +34,24 @@ PACKAGES = (
     "rich",
     "tensorboard",
 )
+VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_")
+"""How those begin that are recorded."""
 COMMAND_TIMEOUT_S = 10.0
 GIB = 2**30
 
 
 def describe_environment(
-    command: Sequence[str], threads: Threads, world_size: int, own: Sequence[str] = ()
+    command: Sequence[str],
+    threads: Threads,
+    world_size: int,
+    own: Sequence[str] = (),
+    given: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Everything but secrets: of the environment's variables, only those that say how threads wait.
+    """Everything but secrets: of the environment's variables, only those of devices, communication and threads.
 
     Args:
         own: the options that ``./conf`` of the working folder brought.
+        given: the variables that the workers get over this process's own.
     """
     return {
         "started": time.time(),
@@ -64,6 +72,7 @@ def describe_environment(
         "workers": world_size,
         "threads_per_worker": threads.per_worker,
         "threads_rule": threads.rule,
+        "variables": {k: v for k, v in {**os.environ, **given}.items() if k.startswith(VARIABLES)},
         "threads_wait": {name: os.environ[name] for name in WAITING_VARIABLES if name in os.environ},
     }
 

@@ -9,9 +9,13 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.threads import Threads
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.launch import variables
 from mgpu_pipe.launch.distributed import _told_in_one_line
 from mgpu_pipe.launch.gpus import Gpu, compare, fault
+from mgpu_pipe.runs.environment import describe_environment
 
 FIRST = Gpu("n0", "boot-0", "GPU-a", "H100", (9, 0))
 SECOND = replace(FIRST, uuid="GPU-b")
@@ -70,3 +74,22 @@ def test_a_start_that_cuda_or_nccl_refuses_is_one_line() -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(RuntimeError, match="another"), _told_in_one_line(3):
         raise RuntimeError("another")
+
+
+def test_processes_on_gpus_get_variables_that_the_user_has_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, _ = compose([])
+    for name in (*variables.ON_GPUS, variables.ALLOCATOR_BEFORE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(variables, "device_type", lambda _: "cuda")
+    assert variables.gpu_environment(config) == variables.ON_GPUS
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert variables.gpu_environment(config) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "one of the allocator's is enough"
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    recorded = describe_environment(["mgpu-pipe"], Threads(1, ""), 2, given={"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
+    told = dict(recorded["variables"])  # type: ignore[call-overload]
+    wanted = {"NCCL_IB_HCA": "mlx5", "TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert wanted.items() <= told.items() and "WANDB_API_KEY" not in told
+    monkeypatch.setattr(variables, "device_type", lambda _: "cpu")
+    assert variables.gpu_environment(config) == {}

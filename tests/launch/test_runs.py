@@ -112,6 +112,7 @@ def test_a_run_leaves_a_complete_folder(place: Path, reference: list[tuple[str, 
     ):
         assert (folder / name).stat().st_size, name
     summary, environment = summary_of(folder), json.loads((folder / "environment.json").read_text())
+    assert "OMP_NUM_THREADS" in environment["variables"], "what the workers were given"
     assert (summary["status"], summary["step"], summary["world_size"]) == ("finished", STEPS, 2)
     assert environment["threads_per_worker"] == 1
     assert environment["packages"]["torch"]
