@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,21 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         }
         for kind in KINDS
     }
+    _check_room(tensors, records, where)
     return Manifest(as_size(value["step"], f"{where}: step"), tensors, records)
+
+
+def _check_room(
+    tensors: Mapping[str, Mapping[str, StoredTensor]], records: Mapping[str, FileRecord], where: str
+) -> None:
+    """Refuse slices that their files are too small for: memory would be taken for numbers that are nowhere."""
+    needed: dict[str, int] = {}
+    for tensor in (tensor for named in tensors.values() for tensor in named.values()):
+        for tensor_slice, file in tensor.tensor_slices:
+            needed[file] = needed.get(file, 0) + prod(tensor_slice.shape) * ITEM_BYTES[tensor.dtype]
+    for file, size in needed.items():
+        if size > records[file].size:
+            raise CheckpointError(f"{where}: puts {size:,} bytes into {file}, which has {records[file].size:,}")
 
 
 def _safe_name(name: str, where: str) -> str:

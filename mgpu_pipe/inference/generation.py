@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_pipe.config.plain_files import check_folder
-from mgpu_pipe.data.text.tokenizer_folder import FILES, chat_of, json_file
+from mgpu_pipe.data.text.tokenizer_folder import chat_of, check_tokenizer, json_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.rotary import length_at_hand
 from mgpu_pipe.models.save import GENERATION
@@ -38,10 +37,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    check_folder(folder)
-    for name in FILES:
-        if name.endswith(".json") and (folder / name).is_file():
-            json_file(folder / name)
+    check_tokenizer(folder)
     try:
         if (folder / "config.json").is_file():
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

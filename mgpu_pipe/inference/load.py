@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.paths import RunPaths, cache_folder
-from mgpu_pipe.config.plain_files import NotPlainError, check_folder
+from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
@@ -107,15 +105,15 @@ def load_run(
         _refuse_frozen(frozen, found.folder)
         if average:
             raise _no_average(found.folder)
-        return _load_model_folder(found.folder, device)
+        return _load_model_folder(found, device)
     return _load_checkpoint(found, found.config, device, frozen, average)
 
 
-def _load_model_folder(folder: Path, device: torch.device | str) -> LoadedRun:
+def _load_model_folder(found: Found, device: torch.device | str) -> LoadedRun:
     from mgpu_pipe.models.pretrained import load_pretrained
 
-    model = load_pretrained(ModelConfig(name=folder.name, path=str(folder)), device).eval()
-    return LoadedRun(model, folder, _tokenizer_folder(folder), None, None)
+    model = load_pretrained(ModelConfig(name=found.folder.name, path=str(found.folder)), device).eval()
+    return LoadedRun(model, found.folder, found.tokenizer, None, None)
 
 
 def _load_checkpoint(
@@ -169,7 +167,7 @@ def open_model(path: Path | str | Found, frozen: Path | None = None, average: bo
         raise _no_average(folder)
     from mgpu_pipe.models.build import build_meta
 
-    loaded = _load_model_folder(folder, "cpu")
+    loaded = _load_model_folder(found, "cpu")
     twin = _with_buffers(build_meta(ModelConfig(name=folder.name, path=str(folder))))
     return StoredModel(twin, read_from(loaded.model), folder, loaded.tokenizer_folder, None, None, maker=folder)
 
@@ -234,10 +232,9 @@ def _open_checkpoint(
             reader.read([_whole(stored_as[name], tensor)], "model")
         return tensor
 
-    tokenizer = _tokenizer_folder(RunPaths(step_folder.parents[1]).tokenizer)
     maker = None if config.model.path is None else local_folder(config.model.path)
     return StoredModel(
-        model, read, step_folder, tokenizer, config, reader.manifest.step, not found.names_a_model, maker, own
+        model, read, step_folder, found.tokenizer, config, reader.manifest.step, not found.names_a_model, maker, own
     ), reader
 
 
@@ -293,18 +290,3 @@ def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
     materialise_buffers(model, recipe_of(model), "cpu")
     return model.eval()
-
-
-def _tokenizer_folder(folder: Path) -> Path | None:
-    """The folder if it holds a tokenizer.
-
-    Raises:
-        NotPlainError: something in it is no plain file of its own.
-    """
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    if not any(os.path.lexists(folder / name) for name in names):
-        return None
-    if folder.is_symlink():
-        raise NotPlainError(f"{folder}: is a symbolic link; put a copy of the folder there")
-    check_folder(folder)
-    return folder

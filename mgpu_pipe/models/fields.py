@@ -61,6 +61,7 @@ ALPHABET = {
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""
+NOT_NEGATIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 PRIMITIVES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (float, int),
@@ -227,11 +228,16 @@ def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> lis
 def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInputError]:
     """Numbers that no model has: transformers would build lists and modules of that length before it notices."""
     for name, value in _numbers(fields, ""):
-        most = MOST_PARTS if any(word in name.rpartition(".")[2] for word in COUNTS_PARTS) else MOST
+        last = name.rpartition(".")[2]
+        most = MOST_PARTS if any(word in last for word in COUNTS_PARTS) else MOST
         if abs(value) > most:
-            key = f"model.config.{name}" if model.path is None or name in model.config else f"model.path={model.path}"
-            shown = value if model.path is None or name in model.config else f"{name} {value}"
-            return [ConfigError(key, shown, f"use at most {most:,}", "no model is that large")]
+            fix, reason = f"use at most {most:,}", "no model is that large"
+        elif value < 0 and last in NOT_NEGATIVE:
+            fix, reason = "use at least 0", "there are no fewer than none"
+        else:
+            continue
+        key = f"model.config.{name}" if model.path is None or name in model.config else f"model.path={model.path}"
+        return [ConfigError(key, value if key.endswith(name) else f"{name} {value}", fix, reason)]
     return []
 
 

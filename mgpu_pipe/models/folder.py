@@ -7,6 +7,7 @@ dtype, shape and byte range (https://github.com/huggingface/safetensors#format).
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ DTYPE_BITS = {
 }
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules that a model may have for each tensor of its weights, and always."""
+SIZES = ("vocab_size", "hidden_size", "intermediate_size")
+"""Fields, by their standard names, that say how wide matrices are."""
+LEAST_WIDTH = 1 << 20
+"""Rows that a matrix may always have: a tiny model's configuration may give sizes that it does not use."""
 LEAST_SHARE_USED = 0.9
 """Models pad their vocabulary (by 2 % at most in published ones); fewer used rows than this is another tokenizer."""
 
@@ -102,6 +107,20 @@ def too_many_modules(modules: int, tensors: int) -> None:
             f"the configuration describes more than {most:,} modules, the weights hold {tensors:,} tensors: they do "
             "not belong together; look at its numbers of layers and experts"
         )
+
+
+def too_wide(fields: Mapping[str, Any], numbers: int) -> None:
+    """Refuse a model one of whose matrices has more rows or columns than its weights have ``numbers``.
+
+    Raises:
+        ModelFolderError: it is one.
+    """
+    for name in SIZES:
+        if isinstance(fields.get(name), int) and fields[name] > max(numbers, LEAST_WIDTH):
+            raise ModelFolderError(
+                f"the configuration's {name} is {fields[name]:,}, the weights hold {numbers:,} numbers in all: they do "
+                "not belong together; copy both from one place"
+            )
 
 
 def weight_files(folder: Path) -> list[str]:

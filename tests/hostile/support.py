@@ -10,11 +10,13 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -125,20 +127,44 @@ def attempt(arguments: Sequence[str], cwd: Path, cache: Path, forbidden: Path) -
     return program.returncode, said
 
 
+def refused_early(
+    tricks: Mapping[str, tuple[Callable[[Path, Path], None], Sequence[str], int | None]],
+    late: Collection[str],
+    made: Path,
+    place: Path,
+    cache: Path,
+) -> None:
+    """Every trick that a verb refuses which opens a folder, but ``late`` ones, is refused before anything slow is
+    imported; the verbs that need the model take turns."""
+    turns, commands = cycle(OPENERS), {}
+    for name, (change, (verb, *_), ended) in tricks.items():
+        if verb not in [opener for opener, *_ in OPENERS] or ended != 2 or name in late:
+            continue
+        folder, forbidden = Path(shutil.copytree(made, place / name)), outside(place / f"outside-{name}")
+        change(folder, forbidden)
+        verb, *words = (verb,) if verb == "eval" else next(turns)
+        commands[name] = [verb, str(folder), *words]
+    assert set(late) <= set(tricks)
+    found = slow_imports(list(commands.values()), place, cache)
+    wrong = {name: told for name, told in zip(commands, found, strict=True) if told != (2, [])}
+    assert not wrong, wrong
+
+
 def slow_imports(commands: Sequence[Sequence[str]], cwd: Path, cache: Path) -> list[tuple[int, list[str]]]:
     """Give each command to a process forked from one new interpreter; its exit code, and what it imported that takes
     seconds."""
     program = textwrap.dedent(f"""
-        import json, os, sys
+        import io, json, os, sys
         from mgpu_pipe.cli import main
         for words in {[list(words) for words in commands]!r}:
             pid = os.fork()
             if pid:
                 os.waitpid(pid, 0)
                 continue
+            sys.stdout, out = io.StringIO(), sys.stdout
             code = main(words)
             slow = sorted({{"torch", "transformers", "pytorch_lightning"}} & set(sys.modules))
-            print(json.dumps([code, slow]), flush=True)
+            print(json.dumps([code, slow]), file=out, flush=True)
             os._exit(0)
     """)
     known = {"PATH": os.environ["PATH"], "HOME": str(cwd), "MGPU_PIPE_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY)}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,13 @@ import pytest
 
 from mgpu_pipe.cli import main
 from tests.hostile.support import (
-    OPENERS,
     attempt,
     cases,
     code,
     outside,
+    refused_early,
     replaced_by_link,
     replaced_by_pipe,
-    slow_imports,
     sparse,
 )
 from tests.inference.support import write_run, write_texts
@@ -206,18 +203,6 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
 }
 
 
-EARLY = [
-    trick
-    for trick, (_, words, ended) in TRICKS.items()
-    if words in (GENERATE, EXPORT)
-    and ended == 2
-    and re.match(
-        "config|layers(_float|_many)?$|label|adapter|weights|header|offsets|shape|index|pickle_alone|folder", trick
-    )
-]
-"""Tricks that are refused by what small files say, or by what a file is."""
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("made")
@@ -249,11 +234,4 @@ def test_a_model(trick: str, made: Path, tmp_path: Path, cache: Path) -> None:
 
 
 def test_it_is_refused_before_anything_slow_is_imported(made: Path, tmp_path: Path, cache: Path) -> None:
-    """By every verb that opens models, in turn."""
-    commands = []
-    for trick, (verb, *words) in zip(EARLY, cycle(OPENERS)):
-        model, forbidden = Path(shutil.copytree(made, tmp_path / trick)), outside(tmp_path / f"outside-{trick}")
-        TRICKS[trick][0](model, forbidden)
-        commands.append([verb, str(model), *words])
-    found = slow_imports(commands, tmp_path, cache)
-    assert dict(zip(EARLY, found, strict=True)) == dict.fromkeys(EARLY, (2, []))
+    refused_early(TRICKS, (), made, tmp_path, cache)

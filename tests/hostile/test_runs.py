@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,14 @@ import yaml
 from mgpu_pipe.checkpoint.chunks import record_of
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from tests.hostile.support import (
-    OPENERS,
     SECRET,
     attempt,
     cases,
     code,
     outside,
+    refused_early,
     replaced_by_link,
     replaced_by_pipe,
-    slow_imports,
     sparse,
 )
 from tests.inference.support import write_run, write_texts
@@ -321,14 +318,8 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
 }
 
 
-EARLY = [
-    trick
-    for trick, (_, words, ended) in TRICKS.items()
-    if words in (GENERATE, EXPORT, EVAL)
-    and ended == 2
-    and re.match("config_|layers|vocabulary$|labels|type|state_|manifest_[ln]|weights_|step_", trick)
-]
-"""Tricks that are refused by what small files say, or by what a file is."""
+LATE = ("paths", "paths_below", "validation_paths", "environment_paths", "sequence", "documents")
+"""Tricks that wait for ``eval``, which judges the data when it has the model."""
 
 
 @pytest.fixture(scope="module")
@@ -375,11 +366,4 @@ def test_files_that_the_command_line_names_are_read(made: Path, tmp_path: Path, 
 
 
 def test_it_is_refused_before_anything_slow_is_imported(made: Path, tmp_path: Path, cache: Path) -> None:
-    """By every verb that opens runs, in turn."""
-    commands = []
-    for trick, (verb, *words) in zip(EARLY, cycle(OPENERS)):
-        run, forbidden = Path(shutil.copytree(made, tmp_path / trick)), outside(tmp_path / f"outside-{trick}")
-        TRICKS[trick][0](run, forbidden)
-        commands.append([verb, str(run), *words])
-    found = slow_imports(commands, tmp_path, cache)
-    assert dict(zip(EARLY, found, strict=True)) == dict.fromkeys(EARLY, (2, []))
+    refused_early(TRICKS, LATE, made, tmp_path, cache)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.hub import local_folder
-from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, read_bytes
+from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, check_folder, parse_json, read_bytes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, ModelFolderError
 
@@ -152,6 +152,19 @@ def json_file(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: is not a JSON object")
     return value
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse a folder with a file that no library should open, or with JSON that is none.
+
+    Raises:
+        NotPlainError: something in it is no plain file of its own.
+        ModelFolderError: one of :data:`FILES` cannot be read.
+    """
+    check_folder(folder)
+    for name in FILES:
+        if name.endswith(".json") and (folder / name).is_file():
+            json_file(folder / name)
 
 
 def end_texts(folder: Path) -> None:
