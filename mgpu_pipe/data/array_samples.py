@@ -46,16 +46,18 @@ class ArraySamples:
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Raises:
-        DataError: the samples have different fields or shapes.
+        DataError: the samples have different fields, shapes or types.
         """
-        seed = self._config.seed
-        rows = [
-            {name: np.asarray(value) for name, value in self._data.sample(index, random_of(seed, number)).items()}
-            for index, number in zip(indices.tolist(), numbers.tolist(), strict=True)
-        ]
-        shapes = {name: value.shape for name, value in rows[0].items()}
-        for index, row in zip(indices.tolist(), rows, strict=True):
-            if {name: value.shape for name, value in row.items()} != shapes:
+        stacked: dict[str, NDArray[Any]] = {}
+        for at, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
+            row = self._data.sample(index, random_of(self._config.seed, number))
+            values = {name: np.asarray(value) for name, value in row.items()}
+            if not at:
+                stacked = {name: np.empty((len(indices), *one.shape), one.dtype) for name, one in values.items()}
+            kinds = {name: (value.shape[1:], value.dtype) for name, value in stacked.items()}
+            if {name: (value.shape, value.dtype) for name, value in values.items()} != kinds:
                 where = f"data.source={self._config.data.source}: sample {index}"
-                raise DataError(f"{where} has other fields or shapes than sample {indices[0]}; make them equal")
-        return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in shapes}
+                raise DataError(f"{where} has other fields, shapes or types than sample {indices[0]}; make them equal")
+            for name, value in values.items():  # at once, while it is near; its memory is the next sample's
+                stacked[name][at] = value
+        return {name: torch.from_numpy(value) for name, value in stacked.items()}

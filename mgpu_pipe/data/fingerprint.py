@@ -77,7 +77,7 @@ def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_pro
         now = time.time_ns()
         try:
             stat = path.stat()
-            state = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            state = _state(stat)
             entry = known.get(str(path))
             racy = entry is None or entry["seen_ns"] - stat.st_ctime_ns < _RACY_NS
             if entry is None or racy or entry["state"] != state or "blocks" not in entry:
@@ -117,19 +117,39 @@ def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
 
 
+_HELD: set[int] = set()
+"""Hashes of parts of files, the states in which these were read, and what they held then."""
+
+
 def read_part(path: Path, expected: Fingerprint, offset: int | None = None) -> bytes:
-    """What a data file holds, from ``offset`` on or else all of it, at once; raises as :func:`open_data`."""
+    """What a data file holds, from ``offset`` on or else all of it, at once; raises as :func:`open_data`.
+
+    What this process has read before is not hashed again as long as the file's size, times and inode are the same.
+    """
+    now = time.time_ns()
     try:
         with open(path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            state = _state(stat)
             file.seek(offset or 0)
             raw = file.read(-1 if offset is None else expected.size)
+            same = _state(os.fstat(file.fileno())) == state
     except OSError:
         check_readable(path)
         raise
+    part = hash((str(path), offset, expected, *state))
+    if same and part in _HELD:
+        return raw
     blocks = tuple(block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES))
     if Fingerprint(len(raw), blocks) != expected:
         raise ChangedFileError(path)
+    if same and now - stat.st_ctime_ns >= _RACY_NS:
+        _HELD.add(part)
     return raw
+
+
+def _state(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 class _CheckedFile(io.RawIOBase):

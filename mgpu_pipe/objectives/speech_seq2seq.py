@@ -59,8 +59,9 @@ class Spectrograms(ChangedSamples):
         lengths = read["lengths"].tolist()
         waves = [wave[:length] for wave, length in zip(read["input_values"].numpy(), lengths, strict=True)]
         features = self.window.of_waves(waves)
+        hides = any(spans.share for spans in self.hidden)
         for row, (length, number) in enumerate(zip(lengths, numbers.tolist(), strict=True)):
-            if number >= 0:  # held-out ones are heard whole
+            if hides and number >= 0:  # held-out ones are heard whole
                 random, frames = random_of_spans(self.seed, number), length // self.window.hop
                 features[row][:, :frames][:, self.hidden[0].drawn(frames, random)] = 0
                 features[row][self.hidden[1].drawn(self.window.bins, random)] = 0

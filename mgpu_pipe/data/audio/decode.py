@@ -47,7 +47,9 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
             seconds, frames = file.frames / file.samplerate, file.frames
             if seconds > max_seconds:
                 raise BadAudioError(f"lasts {seconds:.1f} s, longer than data.max_seconds={max_seconds:g}")
-            channels, before = file.read(dtype="float32", always_2d=True), int(file.samplerate)
+            # As integers these are read in a third of the time; a float32 holds each of them.
+            whole = file.subtype == "PCM_16"
+            channels, before = file.read(dtype="int16" if whole else "float32", always_2d=True), int(file.samplerate)
     except (package.LibsndfileError, RuntimeError) as error:
         raise BadAudioError(f"is no sound that can be read ({' '.join(str(error).split())[:100]})") from error
     stated = int.from_bytes(raw[4:8], "little")
@@ -55,7 +57,9 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
         raise BadAudioError("is cut short")
     if len(channels) < LEAST_SECONDS * before:
         raise BadAudioError(f"holds {len(channels)} samples: there is nothing to hear")
-    if not np.isfinite(channels).all():
+    if whole:
+        channels = channels * np.float32(1 / 32768)
+    elif not np.isfinite(channels).all():
         raise BadAudioError("has values that are no numbers")
     one = channels[:, 0] if channels.shape[1] == 1 else channels.mean(1, dtype=np.float32)
     return resampled(one, rate / before)
@@ -67,7 +71,7 @@ def resampled(wave: Wave, factor: float) -> Wave:
     length = max(1, round(len(wave) * factor))
     if length == len(wave):
         return wave
-    spectrum, wanted = np.fft.rfft(wave), np.zeros(length // 2 + 1, np.complex128)
+    spectrum, wanted = np.fft.rfft(wave), np.zeros(length // 2 + 1, np.complex64)
     kept = min(len(spectrum), len(wanted))
     wanted[:kept] = spectrum[:kept]
     return (np.fft.irfft(wanted, length) * (length / len(wave))).astype(np.float32)

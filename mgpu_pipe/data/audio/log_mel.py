@@ -93,9 +93,22 @@ class LogMel:
         return None
 
     def of_waves(self, waves: Sequence[Wave]) -> NDArray[np.float32]:
-        """Of recordings at :attr:`rate`, shape (recordings, bins, frames); each is of its recording alone."""
-        found = self._extractor(list(waves), sampling_rate=self.rate, return_tensors="np").input_features
-        return np.ascontiguousarray(found, np.float32)
+        """Of recordings at :attr:`rate`, shape (recordings, bins, frames); each is of its recording alone.
+
+        Frames of the silence behind the longest recording are all like their first, and computed once.
+        """
+        heard = -(-(max(map(len, waves)) + self.width) // self.hop)
+        if heard >= self.frames:
+            return np.ascontiguousarray(self._extracted(waves, self.frames), np.float32)
+        found = self._extracted(waves, heard)
+        whole = np.empty((len(waves), self.bins, self.frames), np.float32)
+        whole[:, :, :heard], whole[:, :, heard:] = found, found[:, :, -1:]
+        return whole
+
+    def _extracted(self, waves: Sequence[Wave], frames: int) -> NDArray[np.float32]:
+        found = self._extractor(list(waves), sampling_rate=self.rate, max_length=frames * self.hop, return_tensors="np")
+        values: NDArray[np.float32] = found.input_features
+        return values
 
     @cached_property
     def _extractor(self) -> WhisperFeatureExtractor:

@@ -64,7 +64,8 @@ def decode(raw: bytes, channels: int) -> Image:
             if getattr(image, "n_frames", 1) > 1:
                 raise BadImageError(f"has {image.n_frames} frames; give a picture of one")
             image.load()
-            return _plain(operations.exif_transpose(image), channels, image_module)
+            operations.exif_transpose(image, in_place=True)
+            return _plain(image, channels, image_module)
     except BadImageError:
         raise
     except image_module.UnidentifiedImageError as error:
@@ -87,5 +88,5 @@ def _plain(image: Any, channels: int, image_module: Any) -> Image:
         image = image.convert("RGBA")
         white = image_module.new("RGBA", image.size, "white")
         image = image_module.alpha_composite(white, image)
-    plain: Image = image.convert(MODES[channels])
+    plain: Image = image if image.mode == MODES[channels] else image.convert(MODES[channels])
     return plain

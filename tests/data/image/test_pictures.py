@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from PIL import Image
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import fingerprint
+from mgpu_pipe.data.blocks import block_hash
 from mgpu_pipe.data.image import prepare as images
 from mgpu_pipe.data.image import sources
 from mgpu_pipe.data.image.decode import BadImageError, decode
@@ -173,6 +176,28 @@ def test_a_picture_that_changes_later_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"dark/1\.png: cannot be read"):
         prepare(config).open(config, "train")
         samples.batch(np.array([1]), np.array([1]))
+
+
+def test_a_file_is_hashed_again_only_where_its_state_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = list[bytes]()
+    monkeypatch.setattr(fingerprint, "block_hash", lambda block: hashed.append(block) or block_hash(block))
+    file, first, second = tmp_path / "file", b"one" * 9, b"two" * 9
+    file.write_bytes(first)
+    known = fingerprint.Fingerprint(len(first), (block_hash(first),))
+    young = [fingerprint.read_part(file, known) for _ in range(2)]
+    assert hashed == young == [first] * 2, "a file just written may change within a tick of the clock"
+    monkeypatch.setattr(fingerprint, "_RACY_NS", 0)
+    assert [fingerprint.read_part(file, known) for _ in range(3)] == [first] * 3 and len(hashed) == 3
+    stat = file.stat()
+    time.sleep(0.05)
+    file.write_bytes(second)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(fingerprint.ChangedFileError):
+        fingerprint.read_part(file, known)
+    file.write_bytes(first)
+    assert fingerprint.read_part(file, known) == first and len(hashed) == 5, "what it held before, at another time"
 
 
 def test_many_pictures_are_looked_at_by_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
