@@ -18,7 +18,7 @@ from tests.gpu.conftest import sampled
 from tests.support.command import REPOSITORY
 from tests.support.tables import TOLD
 
-CHOSEN = ("single", "fsdp8", "fsdp64", "pp2 x dp32, last")
+CHOSEN = ("single", "fsdp8", "fsdp64", "pp2 x dp32, last", "experts1", "ep8 x dp64")
 OTHERS = [name for name in NAMES if name not in CHOSEN]
 
 
@@ -41,3 +41,5 @@ def test_one_rank_of_many(names: list[str]) -> None:
         assert whole["memory"] > of_8["memory"] > of_64["memory"]
         for part in ("weights", "optimizer"):
             assert whole[part] == pytest.approx(8 * of_8[part], rel=0.02) == pytest.approx(64 * of_64[part], rel=0.1)
+            # Each rank's expert is cut once more over the eight ranks that hold it.
+            assert rows["experts1"][part] == pytest.approx(64 * rows["ep8 x dp64"][part], rel=0.1)

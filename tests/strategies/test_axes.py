@@ -60,6 +60,7 @@ TOPOLOGIES = {
     "cp4 ulysses": Topology(ParallelDims(cp=4), options=ULYSSES),
     "ep2": Topology(ParallelDims(dp_shard=2, ep=2), EXPERTS),
     "ep4": Topology(ParallelDims(dp_shard=4, ep=4), EXPERTS, 2, case={"max_norm": 0.3}),
+    "dp_shard4, two experts": Topology(ParallelDims(dp_shard=4), ("mixtral_2",)),
     "tp2 x pp2": Topology(ParallelDims(tp=2, pp=2), micro_batches=4),
     "tp2 x pp2, sequence": Topology(ParallelDims(tp=2, pp=2), micro_batches=4, options=SPLIT),
     "tp2 x pp2 zbv, sequence": Topology(

@@ -30,6 +30,10 @@ MODELS = {
     "llama": ModelConfig(name="llama", type="llama", config=dict(COMMON)),
     "qwen3": ModelConfig(name="qwen3", type="qwen3", config={**COMMON, "head_dim": 8}),
     "mixtral": ModelConfig(name="mixtral", type="mixtral", config={**COMMON, **EXPERTS}),
+    # Fewer experts than ranks.
+    "mixtral_2": ModelConfig(
+        name="mixtral_2", type="mixtral", config={**COMMON, "num_local_experts": 2, "num_experts_per_tok": 1}
+    ),
     "preferences": ModelConfig(name="preferences", type="llama", config=dict(COMMON)),
     "masked": ModelConfig(name="masked", type="bert", config={**BERT}),
     "classes": ModelConfig(name="classes", type="bert", config={**BERT, "num_labels": 3, "pad_token_id": 0}),
