@@ -1,10 +1,9 @@
 """FLOPs of a model's passes, and what a GPU can do at best: the two sides of MFU.
 
 Convention (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, appendix B): a parameter that
-multiplies a token costs 2 FLOPs forward and 4 backward, lookups into input embeddings excluded, of a router's experts
-the chosen ones only; attention scores and values are two products of the heads' whole width over, on average, half of
-the sequence, because they are causal. Recomputation, norms and softmax are not counted, and document boundaries inside
-a packed sample are not subtracted.
+multiplies a token costs 2 FLOPs forward and 4 backward, 2 where it is frozen, lookups into input embeddings excluded,
+of a router's experts the chosen ones only; attention scores and values are two products of the heads' whole width over,
+on average, half of the document, because they are causal, or a window. Recomputation, norms and softmax do not count.
 """
 
 from __future__ import annotations
@@ -60,6 +59,16 @@ def attention_forward_flops(shape: Shape, context: float) -> float:
     return 2.0 * context * shape.heads * shape.head_dim
 
 
-def training_flops_per_token(active_parameters: int, shape: Shape, context: float) -> float:
-    """Forward and backward pass of one token among ``context`` of its document; the latter costs twice the former."""
-    return 3.0 * (forward_flops(active_parameters) + shape.layers * attention_forward_flops(shape, context))
+def windowed(context: float, window: int | None) -> float:
+    """The length of a document in which a causal token sees as many others as in one of ``context`` behind a window."""
+    return context if window is None or window >= context else 2.0 * window - window**2 / context
+
+
+def training_flops_per_token(active_parameters: int, shape: Shape, context: float, frozen: int = 0) -> float:
+    """Forward and backward pass of one token among ``context`` of its document; the latter costs twice the former.
+
+    Args:
+        frozen: those of the active parameters that get no gradient of their own.
+    """
+    both = forward_flops(active_parameters) + shape.layers * attention_forward_flops(shape, context)
+    return 3.0 * both - forward_flops(frozen)

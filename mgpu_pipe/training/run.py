@@ -27,6 +27,7 @@ from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError, GradientSpikeError
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
+from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import RunStart
@@ -308,5 +309,12 @@ def _utilisation(
     if peak is None:
         return None
     model_class = description(config.objective.name).model_class
-    per_token = training_flops_per_token(model.config, prepared.context(config), model_class)
+
+    def freeze(whole: torch.nn.Module) -> None:
+        if config.peft.name != "none":
+            whole.requires_grad_(False)
+        elif config.model.freeze:
+            freeze_parameters(whole, config.model.freeze)
+
+    per_token = training_flops_per_token(model.config, prepared.context(config), model_class, freeze)
     return lambda tokens_per_s: tokens_per_s * per_token / (peak * world_size)

@@ -14,7 +14,8 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.flops import active_matmul_parameters, training_flops_per_token
-from mgpu_pipe.planner.flops import attention_forward_flops, known_gpu_peak
+from mgpu_pipe.models.freezing import freeze_parameters
+from mgpu_pipe.planner.flops import attention_forward_flops, known_gpu_peak, windowed
 from mgpu_pipe.planner.parameters import ParameterCount, count_parameters, layer_parameters
 from mgpu_pipe.planner.shapes import Shape
 from tests.models.tiny import tiny_model
@@ -107,6 +108,37 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     attention = 3 * shape.layers * attention_forward_flops(shape, length) * length
     # Torch counts the whole square of scores, not the causal half; norms and biases are in our 6N, not in its matmuls.
     assert counter.get_total_flops() == pytest.approx(ours + attention, rel=0.02)
+
+
+def test_frozen_parameters_and_windows_cost_less() -> None:
+    """Oracles: torch's counter of a model that is frozen but for its last layer; tokens counted one by one."""
+    model = tiny_model("llama")
+    model.attn_implementation = "eager"
+    real = materialise(build_meta(model), 1, "cpu")
+    length, patterns = 32, ["model.embed_tokens.*", "model.layers.1.*", "lm_head.*"]
+
+    def counted() -> int:
+        with FlopCounterMode(display=False) as counter:
+            real(input_ids=torch.arange(3, 3 + length)[None], use_cache=False).logits.sum().backward()
+        return int(counter.get_total_flops())
+
+    def ours() -> float:
+        return length * training_flops_per_token(real.config, length, freeze=lambda m: freeze_parameters(m, patterns))
+
+    whole, before = counted(), length * training_flops_per_token(real.config, length)
+    freeze_parameters(real, patterns)
+    assert before - ours() == pytest.approx(whole - counted(), rel=0.02)
+
+    for window in (1, 5, 32, 40):
+        tokens = sum(min(at + 1, window) for at in range(4096))
+        assert windowed(4096, window) / 2 == pytest.approx(tokens / 4096, abs=0.51)
+    assert windowed(32, 40) == 32
+    mistral = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    fewer = training_flops_per_token(build_meta(tiny_model("qwen3", use_sliding_window=True, **mistral)).config, length)
+    full = training_flops_per_token(build_meta(tiny_model("qwen3")).config, length)
+    shape = Shape.of(build_meta(tiny_model("qwen3")).config)
+    saved = attention_forward_flops(shape, length) - attention_forward_flops(shape, windowed(length, 8))
+    assert full - fewer == pytest.approx(3 * saved), "one layer of two"
 
 
 def test_active_parameters_leave_out_lookups_and_idle_experts() -> None:
