@@ -27,6 +27,8 @@ from mgpu_pipe.profiling.axes import axis_of
 from mgpu_pipe.profiling.breakdown import COMPUTE, DATA, HOST, OPTIMIZER, Arrivals, Blocked, Phase, breakdown
 from mgpu_pipe.profiling.collectives import CollectiveWatch
 from mgpu_pipe.profiling.device_trace import Marks, device_timeline
+from mgpu_pipe.profiling.link_table import suspects, verdict
+from mgpu_pipe.profiling.links import measure_links
 from mgpu_pipe.profiling.memory_use import MemoryUse, RankMemory, phases_of, rank_memory, thinned
 from mgpu_pipe.profiling.memory_watch import MemoryWatch
 from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes
@@ -41,6 +43,8 @@ CLOCK_ROUNDS = 15
 AFTER_LAST = (".on_validation_model_zero_grad", ".on_train_epoch_end")
 """Ends of what Lightning does first after a run's last step, where it evaluates and where not."""
 CALLBACK = "callback "
+MOST_LINKED = 128
+"""Processes up to which every pair's link is measured after the steps; ``doctor links`` does so for more."""
 MARK = "mgpu_pipe: measuring begins"
 
 
@@ -196,7 +200,15 @@ class StepProfiler(Profiler):
         values = {"first": self.first, "last": self.last, "ranks": ranks, "findings": [], "memory": memory}
         times = StepTimes.read(values)
         assert times is not None
-        return {"step_times": {**values, "findings": findings(times, config, self._dims, plan, uneven)}}
+        told = [*findings(times, config, self._dims, plan, uneven), *self._slow_links()]
+        return {"step_times": {**values, "findings": told}}
+
+    def _slow_links(self) -> list[str]:
+        """A line for each link that is slower than the others, measured now that the steps are over. Collective."""
+        if not 2 < dist.get_world_size() <= MOST_LINKED:
+            return []
+        links = measure_links(self._device)
+        return verdict(links) if suspects(links) else []
 
     def _rank_times(self, peak_gib: float) -> RankTimes:
         phases, blocked, arrivals = self._timeline()

@@ -1,4 +1,4 @@
-"""``doctor`` as a user runs it. Oracle: a rank that was made slow, and the words that are wrong."""
+"""``doctor`` as a user runs it. Oracle: a rank and a link that were made slow, and the words that are wrong."""
 
 from __future__ import annotations
 
@@ -13,9 +13,21 @@ SMALL = ["model=llama_tiny", "data.seq_len=32", "data.global_batch_size=8"]
 SLOW = ["+callbacks.slow._target_=tests.support.slow.Slow", "+callbacks.slow.seconds=0.3", "+callbacks.slow.rank=1"]
 
 
-def test_a_rank_slowed_on_purpose_is_named(cache: Path, tmp_path: Path) -> None:
+SLOW_LINK = ["+callbacks.link._target_=tests.support.slow.SlowLink", "+callbacks.link.ranks=[0,2]"]
+
+
+def test_a_rank_and_a_link_slowed_on_purpose_are_named(cache: Path, tmp_path: Path) -> None:
     said = mgpu(
-        cache, tmp_path, "doctor", "strategy=fsdp", "trainer.devices=3", "data.global_batch_size=6", *SMALL[:2], *SLOW
+        cache,
+        tmp_path,
+        "doctor",
+        "strategy=fsdp",
+        "trainer.devices=3",
+        "data.global_batch_size=6",
+        *SMALL[:2],
+        *SLOW,
+        *SLOW_LINK,
+        "+callbacks.link.rate=5e7",
     )
     lines = said.splitlines()
     assert lines[0] == "where the time of a step goes, in ms: llama_tiny, fsdp, mean of steps 3 to 6"
@@ -31,6 +43,8 @@ def test_a_rank_slowed_on_purpose_is_named(cache: Path, tmp_path: Path) -> None:
     (slowest,) = [line for line in lines if "is the slowest" in line]
     assert slowest.startswith("rank 1 on node ") and "most of that in callback Slow.on_train_batch_end (3" in slowest
     assert any(line.startswith("warning: more than 20%") and line.endswith("help rank 1 first") for line in lines)
+    (link,) = [line for line in lines if line.startswith("the link of ranks ")]
+    assert link.startswith("the link of ranks 0 and 2 (node ") and " is slow: " in link
     assert any(line.startswith("attention of the busiest of 3 processes over their mean: 1.") for line in lines)
     at = lines.index("most memory in each phase of a step, in GiB, resident, of the process")
     memory = [line.split() for line in lines[at + 2 : at + 6]]
