@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 
 from mgpu_pipe.checks.toolchain import compiler, missing_compiler, missing_headers
-from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, cpu_is_fast_at_fp16, gpu_capability
+from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, cpu_is_fast_at_fp16, gpu_capability, why_no_flash_attention_3
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -18,7 +18,7 @@ COMPILERS = ("g++", "c++", "clang++")
 
 def numerics_errors(config: RunConfig) -> list[BadInputError]:
     """What this machine, or the mesh engine, cannot do."""
-    return [*_fp8_errors(config), *_offload_errors(config), *_compile_errors(config)]
+    return [*_fp8_errors(config), *_flash_errors(config), *_offload_errors(config), *_compile_errors(config)]
 
 
 def emulated_type(config: RunConfig) -> str | None:
@@ -45,6 +45,12 @@ def _fp8_errors(config: RunConfig) -> list[BadInputError]:
         reason = "float8 needs the package torchao"
         return [ConfigError("precision.name", "fp8", "install it (pip install torchao), or use precision=bf16", reason)]
     return []
+
+
+def _flash_errors(config: RunConfig) -> list[BadInputError]:
+    if config.model.flash_attention != "fa3" or not (why := why_no_flash_attention_3()):
+        return []
+    return [ConfigError("model.flash_attention", "fa3", "use fa2", why)]
 
 
 def _offload_errors(config: RunConfig) -> list[BadInputError]:

@@ -96,6 +96,21 @@ def usable_gpus() -> int:
     return gpu_count() if torch_has_cuda() else 0
 
 
+def why_no_flash_attention_3() -> str:
+    """What is missing for torch to compute by FlashAttention 3, in words; empty where nothing is."""
+    torch = PathFinder.find_spec("torch")
+    folders = [] if torch is None else torch.submodule_search_locations or []
+    if not any((Path(folder) / "nn" / "attention" / "_fa3.py").exists() for folder in folders):
+        return "the installed torch cannot be told to use it; it needs a newer one"
+    if PathFinder.find_spec("flash_attn_interface") is None:
+        return "the package flash-attn-3 is not installed"
+    capability = gpu_capability()
+    if capability is None or capability[0] != 9:
+        has = "there is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        return f"it needs a GPU of compute capability 9.0, and {has}"
+    return ""
+
+
 @functools.lru_cache(maxsize=None)
 def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of the driver's first GPU (NVML's nvmlDeviceGetCudaComputeCapability); None without one."""

@@ -52,6 +52,7 @@ KINDS: dict[str, Kind] = {
     "model.path": Kind.CONTENT,
     "model.config": Kind.FIXED,
     "model.attn_implementation": Kind.NOTED,
+    "model.flash_attention": Kind.NOTED,
     "model.freeze": Kind.TOLD,
     "model.compile": Kind.FREE,
     "data.source": Kind.FIXED,

@@ -51,6 +51,9 @@ class ModelConfig:
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """Attention kernel; auto is sdpa, and on GPUs torch's flash attention of packed documents."""
+    flash_attention: Literal["fa2", "fa3"] = "fa2"
+    """Kernels of torch's flash attention on GPUs: its own, or FlashAttention 3 of the package flash-attn-3, on GPUs of
+    compute capability 9.0."""
     freeze: list[str] = field(default_factory=list)
     """Patterns of parameter names (*, ?, [...]), or parts of the model (vision, audio, projector, language), that are
     not trained; each has to match some."""

@@ -34,6 +34,13 @@ BEYOND_FLASH = ("softcap", "position_bias", "s_aux", "head_mask")
 """What some models hand their attention function and the flash operator does not compute."""
 
 
+def use_flash_attention_3() -> None:
+    """Have torch's flash operators be those of FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608)."""
+    from torch.nn.attention import activate_flash_attention_impl  # torch 2.10 may lack it, which the checks say
+
+    activate_flash_attention_impl("FA3")
+
+
 def use_packed_attention(model: Any) -> bool:
     """Let a ``model`` of transformers take :func:`document_starts` for an attention mask, in place, where it can.
 

@@ -31,6 +31,10 @@ PACKAGES = (
     "numpy",
     "deepspeed",
     "peft",
+    "torchao",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
     "rich",
     "tensorboard",
 )

@@ -25,6 +25,7 @@ from mgpu_pipe.data.balance import imbalances
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError, GradientSpikeError
+from mgpu_pipe.kernels.packed_attention import use_flash_attention_3
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
 from mgpu_pipe.models.freezing import freeze_parameters
@@ -107,6 +108,8 @@ def train(
         if not is_out_of_memory(error):
             raise
         raise out_of_memory(error, rank, config, dims, plan, run_model(config), {}) from error
+    if config.model.flash_attention == "fa3":
+        use_flash_attention_3()
     if device.type == "cuda":
         set_tf32(model, uses_tf32(config))
     settings = model_settings(model.config)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mgpu_pipe.checks.devices import device_errors, device_notices
+from mgpu_pipe.checks.numerics import numerics_errors
 from mgpu_pipe.config import hardware
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
@@ -119,6 +121,22 @@ def test_types_and_kernels_that_a_gpu_is_too_old_for_are_refused(machine) -> Non
     assert errors() == errors("precision=fp16") == []
     machine(Driver((0,), (8, 0)))
     assert errors(*bf16, *flash) == []
+
+
+def test_flash_attention_3_is_used_where_all_it_needs_is_there(machine, tmp_path: Path, monkeypatch) -> None:
+    def refused() -> str:
+        return "".join(map(str, numerics_errors(composed("model.flash_attention=fa3"))))
+
+    machine(Driver((0,), (9, 0)))
+    asked = "model.flash_attention=fa3: "
+    assert refused() == f"{asked}the package flash-attn-3 is not installed; use fa2"
+    (tmp_path / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert refused() == ""
+    machine(Driver((0,), (10, 0)))
+    assert refused() == f"{asked}it needs a GPU of compute capability 9.0, and this one has 10.0; use fa2"
+    machine(None)
+    assert refused() == f"{asked}it needs a GPU of compute capability 9.0, and there is none; use fa2"
 
 
 def test_interfaces_that_do_not_exist_are_refused(machine, monkeypatch: pytest.MonkeyPatch) -> None:
