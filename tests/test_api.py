@@ -238,6 +238,7 @@ def test_what_is_no_run_is_refused(trained: Path, work: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_interrupt_saves_and_the_same_call_goes_on(work: Path) -> None:
     given = words("run.dir=run", "checkpoint.resume=auto", "trainer.max_steps=100000", "logger=none")
     program = (

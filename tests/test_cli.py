@@ -462,6 +462,7 @@ def test_a_given_run_folder_is_refused_in_a_sweep(launched, capsys: pytest.Captu
     assert "run.dir=here: leave it out with -m" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
     package = tmp_path / "site"
     (package / "plug" / "conf" / "data").mkdir(parents=True)

@@ -41,6 +41,7 @@ LONG = tuple(
         "tasks/doctor",
         "tasks/images",
         "tasks/vision_language",
+        "tasks/parameter_groups",
         "tasks/speech",
         "reference/checkpoint_format",
     )

@@ -35,6 +35,7 @@ def test_it_keeps_no_output() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in CELLS)
 
 
+@pytest.mark.exhaustive
 def test_its_cells_run_as_one_program(tmp_path: Path, cache: Path) -> None:
     program = "\n".join("".join(cell["source"]) for cell in CELLS)
     done = subprocess.run(

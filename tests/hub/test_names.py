@@ -50,6 +50,7 @@ def test_a_model_by_name_trains_as_from_its_folder_and_its_resume_keeps_the_comm
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_auto_finds_the_run_of_a_branch_that_moved_and_offline(place: Place, model: Path) -> None:
     words = ("model=hf", "model.path=acme/tiny", "data=synthetic", *RUN, "checkpoint.resume=auto")
     run = folder_of(place.run(*words, "trainer.max_steps=2"))
@@ -103,6 +104,7 @@ def test_every_refusal_of_the_hub_is_one_line(place: Place, model: Path, texts: 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_half_of_the_weights_stops_the_start_and_the_next_one_fetches_them(place: Place) -> None:
     words = ("model=hf", "model.path=acme/tiny", "data=synthetic", *RUN, "trainer.max_steps=1", "run.dir=half")
     place.hub.cut = ".safetensors"
@@ -150,6 +152,7 @@ def test_a_folder_of_the_name_wins_and_is_told(place: Place, model: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rank_zero_alone_asks_and_every_node_fetches(place: Place) -> None:
     """Two nodes, each with caches of its own."""
     words = ["model=hf", "model.path=acme/tiny", "data=synthetic", *RUN, "trainer.max_steps=2", "run.dir=joined"]

@@ -131,7 +131,11 @@ def test_figures_are_those_of_one_row_at_a_time(place: Path, alone: Any) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategies", [["ddp", "tp", "pp"], ["zero3"], pytest.param(["fsdp", "cp"], marks=pytest.mark.exhaustive)]
+    "strategies",
+    [
+        ["ddp", "tp", "pp"],
+        *(pytest.param(names, marks=pytest.mark.exhaustive) for names in (["zero3"], ["fsdp", "cp"])),
+    ],
 )
 def test_every_strategy_measures_the_same(place: Path, alone: Any, strategies: list[str]) -> None:
     expected, told = alone

@@ -64,6 +64,7 @@ WORDS = (*TINY, "trainer.max_steps=3", "strategy=ddp", "trainer.devices=2", "che
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_that_was_forked_begins_with_what_a_fresh_one_has(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "own_state.py").write_text(OWN)
     words = (*WORDS, "callbacks.mine._target_=own_state.State", "run.name=p")

@@ -196,6 +196,7 @@ def test_torchruns_world_is_joined_with_the_same_losses(place: Path, reference: 
     assert "step" in (folder / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_run_of_torchrun_ends_well_and_says_so(place: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "-m", "mgpu_pipe")
     folder = place / "stopped"

@@ -147,6 +147,7 @@ def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

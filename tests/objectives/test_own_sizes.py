@@ -213,6 +213,7 @@ def test_the_merger_is_the_projector_and_shipped_models_have_their_published_siz
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "name"), one_in(2, [(QWEN25, "Qwen2_5_VL"), (QWEN3, "Qwen3VL")]))
+@pytest.mark.exhaustive
 def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str
 ) -> None:

@@ -231,6 +231,7 @@ run = partial(small_runs.run, small_data)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_run_that_is_killed_before_its_first_step_goes_on_from_where_it_was_to
             assert column(again, name) == {step: whole[step] for step in range(5, 10)}, name
 
 
+@pytest.mark.exhaustive
 def test_another_micro_batch_size_goes_on_within_rounding(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:
     folder = gone_on(cache, tmp_path, uninterrupted, 4, "data.micro_batch_size=1", "data.num_workers=2")
     for name in COLUMNS:

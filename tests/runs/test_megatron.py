@@ -68,6 +68,7 @@ def test_an_expert_parallel_run_is_the_run_of_one_process_and_counts_tokens(
             assert dropped[step] == 0 and sum(found[step] for found in counts) == 24 * 64 * 2 * 4
 
 
+@pytest.mark.exhaustive
 def test_a_run_moves_from_strategy_to_strategy(cache: Path, corpus: Path, tmp_path: Path, alone: Path) -> None:
     """ZeRO-3 on four processes, then tensor and pipeline parallelism, then FSDP2 on three, then one process."""
     ways = [

@@ -59,6 +59,7 @@ def _compare(cache: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_resumed_run_has_the_samples_of_one_that_was_not_interrupted(cache: Path, tmp_path: Path) -> None:
     words = (*BASE, "strategy=single", EVERY)
     whole = run_folder(mgpu(cache, tmp_path, *words, "trainer.max_steps=8"))

@@ -86,6 +86,7 @@ def test_saving_beside_training_gives_the_same_checkpoints(start: Start, waiting
     assert (summary["status"], summary["checkpoint"]) == ("finished", "checkpoints/step-00000012")
 
 
+@pytest.mark.exhaustive
 def test_on_a_slow_disk_saves_are_left_out_as_asked_but_never_the_last(
     start: Start, waiting: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ ONE = (*TINY, "trainer.devices=1")
 """One worker, on one node."""
 
 
+@pytest.mark.exhaustive
 def test_a_bad_node_is_left_out_and_a_cancelled_job_is_not_queued_again(
     cluster: Cluster, cache: Path, shared: Path, tmp_path: Path
 ) -> None:

@@ -44,12 +44,10 @@ ADAPTED = {
 }
 MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
-    "ddp 3": ("clip",),
-    "fsdp 3": ("dora", "qwen3_vl"),
-    "hsdp 2x2": ("vit", "classes"),
+    "ddp 3": ("clip", "pairs", "classes"),
+    "fsdp 3": ("dora", "qwen3_vl", "vit"),
     "zero3 3": ("masked", "qlora"),
     "tp 4": ("lora", "qwen2_5_vl"),
-    "zero2 3": ("pairs",),
     "zero3_cpu 2": ("qlora, experts",),
     "pp 2 1f1b": ("qlora",),
     "ep 2": ("qlora, experts",),
@@ -96,6 +94,9 @@ WAYS = {
     "tp 2 x dp_shard 2 x ep 4": Way(ParallelDims(tp=2, dp_shard=2, ep=4), models=("mixture",)),
     "pp 2 x tp 2 x dp_shard 2": Way(ParallelDims(pp=2, tp=2, dp_shard=2), MICRO),
 }
+
+LIKE_OTHERS = ("hsdp 2x2", "zero2 3", "pp 2 gpipe", "pp 2 interleaved_1f1b", "cp 2 ulysses")
+"""Ways that only ``make test-all`` tries."""
 
 
 def case_of(model: str, steps: int, way: Way) -> Case:
@@ -177,7 +178,7 @@ def cases() -> Iterator[Any]:
         one = way.models[turn % len(way.models)]
         sampled = (one, *SAMPLED.get(name, ()))
         others = tuple(model for model in (*way.models, *way.others) if model not in sampled)
-        yield pytest.param(name, sampled, id=name)
+        yield pytest.param(name, sampled, id=name, marks=pytest.mark.exhaustive if name in LIKE_OTHERS else ())
         if others:
             yield pytest.param(name, others, id=f"{name}, others", marks=pytest.mark.exhaustive)
 

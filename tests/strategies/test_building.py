@@ -133,7 +133,7 @@ def test_zero_three_reads_a_folder_part_by_part(tmp_path: Path) -> None:
         check(run_processes(4, partitioned, ModelConfig(path=str(tmp_path / name))))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_zero_three_reads_the_weights_of_a_folder(tmp_path: Path, precision: str) -> None:
     """Oracle: transformers' own ``from_pretrained``. Three ranks: few parameters divide."""
     for name, source in TINY.items():

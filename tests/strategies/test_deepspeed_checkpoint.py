@@ -151,7 +151,7 @@ def resumed(
     ("first", "then"),
     [
         pytest.param(("zero3", 2), ("ddp", 1), marks=pytest.mark.exhaustive),
-        (("ddp", 1), ("zero3", 4)),
+        pytest.param(("ddp", 1), ("zero3", 4), marks=pytest.mark.exhaustive),
         pytest.param(("zero3", 4), ("ddp", 2), marks=pytest.mark.exhaustive),
         pytest.param(("zero1", 2), ("zero3", 4), marks=pytest.mark.exhaustive),
         pytest.param(("zero2", 4), ("zero1", 2), marks=pytest.mark.exhaustive),

@@ -123,6 +123,18 @@ def forked_check(command: Sequence[str], *, cwd: Path, input: bytes, env: Mappin
         return subprocess.CompletedProcess(command, code, b"", told.read())
 
 
+def forked_verb(command: Sequence[str], *, check: bool, stdout: IO[str]) -> None:
+    """In the place of the subprocess.run that exports what a run starts from."""
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(stdout.fileno(), 1)
+        sys.argv = ["mgpu-pipe", *command[3:]]
+        importlib.import_module("mgpu_pipe.__main__").program()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if check and code:
+        raise subprocess.CalledProcessError(code, list(command))
+
+
 def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
     os.chdir(cwd)
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
@@ -130,11 +142,12 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     from mgpu_pipe import __main__
     from mgpu_pipe.config import threads
     from mgpu_pipe.inference import export
-    from mgpu_pipe.launch import fork_server, workers
+    from mgpu_pipe.launch import base_run, fork_server, workers
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
     workers.subprocess = fork_server.subprocess = substitute
     threads.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
+    base_run.subprocess = types.SimpleNamespace(run=forked_verb)  # type: ignore[assignment]
     export.subprocess = types.SimpleNamespace(run=forked_check)  # type: ignore[assignment]
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()

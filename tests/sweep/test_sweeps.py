@@ -62,6 +62,7 @@ def test_a_sweep_that_was_killed_is_finished_and_no_point_runs_twice(cache: Path
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_sweep_that_is_cancelled_saves_and_goes_on_by_retry_alone(cache: Path, tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     words = ("trainer.max_steps=400", "run.name=p")
@@ -83,6 +84,7 @@ def test_a_sweep_that_is_cancelled_saves_and_goes_on_by_retry_alone(cache: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_resumes_at_once_share_the_points_and_the_sweep_can_be_extended(cache: Path, tmp_path: Path) -> None:
     root = tmp_path / "outputs"
     (tmp_path / "points.csv").write_text('optimizer.lr,run.tags\n1e-3,"[a,b]"\n2e-3,[c]\n')

@@ -36,7 +36,15 @@ def planted(config: RunConfig, kind: str) -> list[Worst]:
     return worst_of(compare(config, on_start=PLANTED[kind]))
 
 
-@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3", "zero3_cpu"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "zero1",
+        pytest.param("zero2", marks=pytest.mark.exhaustive),
+        "zero3",
+        pytest.param("zero3_cpu", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("model", ["llama_tiny", pytest.param("gpt2_tiny", marks=pytest.mark.exhaustive)])
 def test_zero_is_the_plain_computation(model: str, preset: str) -> None:
     config = small_run(f"model={model}", f"strategy={preset}", "trainer.devices=4", "data.micro_batch_size=4")

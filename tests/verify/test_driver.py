@@ -63,6 +63,7 @@ def test_a_certificate(tmp_path: Path) -> None:
     assert "FAIL" not in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_broken_bound_names_parameter_and_step(tmp_path: Path) -> None:
     (tmp_path / "my_optimizers.py").write_text(OPTIMIZERS)
     done = run(tmp_path, "strategy=ddp", "trainer.devices=2", "optimizer._target_=my_optimizers.Skewed")

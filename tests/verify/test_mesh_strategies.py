@@ -50,7 +50,7 @@ def broken(worst: list[Worst]) -> dict[str, Worst]:
         pytest.param(HSDP, marks=pytest.mark.exhaustive),
         (*FSDP, "data.micro_batch_size=2", "strategy.fsdp.reshard_after_forward=false"),
         pytest.param((*FSDP, "strategy.fsdp.reshard_after_forward=true"), marks=pytest.mark.exhaustive),
-        (*HSDP, "data.micro_batch_size=2"),
+        pytest.param((*HSDP, "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
         pytest.param((*FSDP, "precision=fp16"), marks=pytest.mark.exhaustive),
         (*HSDP, "precision=bf16_true"),
         (*FSDP, "model.freeze=['model.embed_tokens.*']"),
