@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from mgpu_pipe.config.freeze import config_hash
 from tests.support.program import run_program
 from tests.verify.support import composed
