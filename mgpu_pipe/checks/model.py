@@ -109,6 +109,13 @@ def check_attention(config: RunConfig) -> None:
             reason = f"attention of the {model_type} family is not known to stay inside one of a pair's conversations"
             raise ConfigError("objective.name", told.name, "use a model of another family, such as llama", reason)
         check_packing(fields, "best_fit" if pairs else config.data.packing, config.model.attn_implementation)
+    elif told.samples == "picture_chats" and config.data.packing != "none":
+        text = {"model_type": "llama", **(fields.get("text_config") or {})}
+        if flash or document_isolation(text["model_type"], text) != "positions":
+            reason = f"attention{' of ' + text['model_type'] if not flash else ''} does not tell conversations apart"
+            raise ConfigError(
+                "data.packing", config.data.packing, "use none, or model.attn_implementation=auto", reason
+            )
     elif flash and told.attention != "own":
         fix, reason = (
             "use sdpa or eager",

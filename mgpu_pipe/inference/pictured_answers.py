@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.chat_packs import PackedChats
 from mgpu_pipe.data.image.chat_samples import PictureChatSamples
 from mgpu_pipe.data.image.chats import PreparedPictureChats
 from mgpu_pipe.data.samples import evaluation_numbers
@@ -36,6 +37,7 @@ def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: Pre
     if not len(chosen):
         return []
     samples = prepared.open(config, "validation")
+    samples = samples.alone if isinstance(samples, PackedChats) else samples
     assert isinstance(samples, PictureChatSamples)
     tokenizer, kind = load_tokenizer(prepared.tokenizer_folder), pictures_of(model.config)
     was_training, device = model.training, next(model.parameters()).device

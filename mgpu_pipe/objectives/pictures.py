@@ -117,10 +117,11 @@ class OneSize(Pictures):
     """``pictures``, how many a row has, or parts of them, int64, (rows,); ``pixel_values``, float32, (rows, most,
     channels, height, width), those first that there are."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, packed: bool = False) -> None:
         super().__init__(config)
         self._shape, self.most_tokens = picture_shape(config), places_of(config)
         self.fields = {
+            **({"position_ids": Field(counting=True)} if packed else {}),
             "pictures": Field(sequence_dim=None),
             "pixel_values": Field(sequence_dim=None, dtype="float32", shape=(1, *self._shape)),
         }
@@ -129,9 +130,12 @@ class OneSize(Pictures):
         ids, pixels = batch["input_ids"], batch["pixel_values"]
         there = torch.arange(pixels.shape[1], device=pixels.device) < batch["pictures"].unsqueeze(1)
         pixels = pixels[there]
+        positions = {name: batch[name] for name in ("position_ids",) if name in batch}
         if not len(pixels):
             ids, pixels = self.with_blank(ids), pixels.new_zeros(1, *self._shape)
-        return {"input_ids": ids, "pixel_values": self._given(pixels), "use_cache": False}
+            counted = torch.arange(ids.shape[1], device=ids.device)[None]
+            positions = {name: torch.cat([value, counted]) for name, value in positions.items()}
+        return {"input_ids": ids, **positions, "pixel_values": self._given(pixels), "use_cache": False}
 
     def _given(self, pixels: torch.Tensor) -> torch.Tensor:
         """What the model takes of the pictures."""
@@ -299,8 +303,10 @@ class OwnSizes(Pictures):
         return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])
 
 
-def pictures_of(config: Any) -> Pictures:
-    """What a model of that configuration wants to be given."""
+def pictures_of(config: Any, packed: bool = False) -> Pictures:
+    """What a model of that configuration wants to be given; of packed rows where each begins, which are LLaVA's."""
+    if packed:
+        return OneSize(config, packed)
     if hasattr(config.vision_config, "spatial_merge_size"):
         return OwnSizes(config)
     kinds = {**dict.fromkeys(SEE_PARTS, InParts), **dict.fromkeys(READ_QUESTIONS_WHOLE, ReadWhole)}

@@ -1,17 +1,18 @@
 """Answers to questions about pictures: the next token's cross-entropy over the answers of conversations.
 
 A sample is one row, filled up at its end; no token sees what is behind it, so there is no mask; in PaliGemma's rows
-those before the answer see each other. Each picture stands in
-the row as many times as the language model gets vectors of it (:mod:`mgpu_pipe.objectives.pictures`). A micro-batch
-without any picture gets a blank one, in a row of its own that counts nothing: every process then runs every part of
-the model in every pass, so none waits for another, and every part's gradients are there, and zero, also where a step
-happens to hold no picture.
+those before the answer see each other. Packed rows hold several samples, each with positions of its own, which keep
+them apart. Each picture stands in the row as many times as the language model gets vectors of it
+(:mod:`mgpu_pipe.objectives.pictures`). A micro-batch without any picture gets a blank one, in a row of its own that
+counts nothing: every process then runs every part of the model in every pass, so none waits for another, and every
+part's gradients are there, and zero, also where a step happens to hold no picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.loss_head import TokenLoss
@@ -46,6 +48,7 @@ class VisionLanguageObjective(Objective):
     Args:
         chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
         keeps_features: ``data.cache_features``.
+        packed: a row may hold several conversations.
     """
 
     description = DESCRIPTION
@@ -58,11 +61,12 @@ class VisionLanguageObjective(Objective):
         learning_rate: LearningRate,
         chunk_tokens: int | str,
         keeps_features: bool = False,
+        packed: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config = cast(Any, model.config)
         self._config.use_cache = False
-        self._pictures = pictures_of(self._config)
+        self._packed, self._pictures = packed, pictures_of(self._config, packed)
         self._loss = TokenLoss(model, chunk_tokens)
         self._features = TowerFeatures(model) if keeps_features else None
 
@@ -72,7 +76,8 @@ class VisionLanguageObjective(Objective):
     ) -> Self:
         keys = cast(VisionLanguageConfig, config.objective)
         keeps = isinstance(config.data, PictureChatConfig) and config.data.cache_features
-        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keeps)
+        packed = config.data.packing != "none"
+        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keeps, packed)
 
     def needs_first_weights(self, start: RunStart) -> bool:
         return self._features is not None and not self._features.load(start)
@@ -100,7 +105,10 @@ class VisionLanguageObjective(Objective):
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         if self._features is not None:
             self._features.show(batch)
-        return self._pictures.inputs(batch)
+        inputs = self._pictures.inputs(batch)
+        if self._packed and takes_document_starts(cast(Any, self.model).get_decoder()):
+            inputs["attention_mask"] = document_starts(inputs["position_ids"])
+        return inputs
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
         """The model's arguments, and labels of as many rows."""
@@ -122,8 +130,10 @@ class VisionLanguageObjective(Objective):
         """Rows with no picture, one, or as many as fit, uneven in length and in what counts.
 
         Of every three steps the first has no pictures in the first half of its rows, the second none at all, and in the
-        third the last row counts nothing.
+        third the last row counts nothing. Packed rows hold two such rows of half the length.
         """
+        if packed:
+            return self._in_pairs(self.random_batch(seed, step, 2 * samples, seq_len // 2, False), seq_len)
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
 
         def draw(low: int, high: int, *shape: int) -> torch.Tensor:
@@ -157,15 +167,40 @@ class VisionLanguageObjective(Objective):
         ids = ids[:, :-1].contiguous()
         return {"input_ids": ids, "labels": labels, **self._pictures.collated(ids, shown)}
 
+    def _in_pairs(self, batch: Batch, seq_len: int) -> Batch:
+        """Each two rows of a random batch in one."""
+        shown = [self._pictures.of_row(batch, row) for row in range(len(batch["input_ids"]))]
+        rows, length = len(shown) // 2, 2 * batch["input_ids"].shape[1]
+        ids, labels = (
+            F.pad(batch[name].reshape(rows, length), (0, seq_len - length), value=padding)
+            for name, padding in (("input_ids", 0), ("labels", IGNORE_INDEX))
+        )
+        positions = torch.cat([torch.arange(one) for one in (length // 2, length // 2, seq_len - length)])
+        collated = self._pictures.collated(ids, [shown[at] + shown[at + 1] for at in range(0, len(shown), 2)])
+        return {"input_ids": ids, "labels": labels, "position_ids": positions.repeat(rows, 1), **collated}
+
+    def _conversations(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[Picture]]]:
+        """Ids, labels and pictures of each of a random batch."""
+        for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
+            if not self._packed:
+                yield ids, labels, self._pictures.of_row(batch, row)
+                continue
+            pictures = iter(self._pictures.of_row(batch, row))
+            sizes = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+            sizes = [end - begin for begin, end in zip(sizes, [*sizes[1:], len(ids)], strict=True)]
+            for own, learned in zip(ids.split(sizes), labels.split(sizes), strict=True):
+                many = int((own == self._pictures.token).sum()) // self._pictures.most_tokens
+                yield own, learned, list(islice(pictures, many))
+
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One conversation at a time, without what fills its row up; a blank picture only where no row has one."""
         losses, kind = [], self._pictures
-        shown = [kind.of_row(batch, row) for row in range(len(batch["input_ids"]))]
-        if not any(shown):
+        rows = list(self._conversations(batch))
+        if not any(pictures for _, _, pictures in rows):
             blank = kind.blank()
             seen = forward(**kind.alone(torch.full((blank.tokens,), kind.token), [blank], blank.tokens))
             losses.append(0.0 * seen.logits.float().sum())
-        for ids, labels, pictures in zip(batch["input_ids"], batch["labels"], shown, strict=True):
+        for ids, labels, pictures in rows:
             counted = (labels != IGNORE_INDEX).nonzero()
             if len(counted):
                 end = int(counted.max()) + 1

@@ -16,6 +16,8 @@ from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS
 
+PACKED = "llava"
+"""The family whose rows may hold several conversations."""
 OWN_TOWERS = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
 """Families whose towers are their own."""
 TOWERS = ("clip_vision_model", "siglip_vision_model")
@@ -42,8 +44,9 @@ class VisionLanguageConfig(ObjectiveConfig):
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         errors = []
-        if config.data.packing != "none":
-            reason = "conversations with pictures are not packed"
+        kind = config.model.type or model_field(config.model, "model_type")
+        if config.data.packing != "none" and kind != PACKED:
+            reason = f"of conversations with pictures those for {PACKED} are packed alone"
             errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
         if isinstance(config.data, PictureChatConfig) and config.data.cache_features:
             errors += _features_change(config, config.data)

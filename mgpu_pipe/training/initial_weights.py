@@ -17,6 +17,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.resolve import leaves_out_frozen_weights
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.adapters.lora import add_adapters
 from mgpu_pipe.models.adapters.peft_folder import first_adapters, lengths, measures
@@ -53,7 +54,9 @@ def build_model(
     fix_rotary_length(model, config.data.seq_len)
     long_rows = device.type == "cuda" or config.data.seq_len >= LONG_ROW
     if long_rows and config.model.attn_implementation == "auto":
-        use_packed_attention(model)
+        # Of a model that sees, the part that writes has the rows.
+        seeing = isinstance(config.data, PictureChatConfig) and config.data.packing != "none"
+        use_packed_attention(model.get_decoder() if seeing else model)
     return model, fill
 
 

@@ -214,7 +214,6 @@ def test_digits_are_held_out_by_pairs_and_asked_about_alone_and_together(cache: 
         ({"messages": said("<image>"), "images": ["gone.png"]}, (), "there is no file"),
         ({"messages": said("<image>"), "images": ["https://x/y.png"]}, (), "save it to a file"),
         ({"messages": said("hm", "<image>"), "images": ["p/dark/0.png"]}, (), "the assistant says <image>"),
-        (ROWS[0], ("data.packing=best_fit",), "data.packing=best_fit: conversations with pictures are not packed"),
         (ROWS[0], ("strategy=pp", "trainer.devices=2"), "objective.name=vision_language"),
         (ROWS[0], ("model=llama_tiny", "model.config={}"), "llama"),
         (ROWS[0], ("data.chat_template=null",), "data.chat_template"),

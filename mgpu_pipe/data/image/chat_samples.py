@@ -47,7 +47,7 @@ class PictureChatSamples:
         self._all = prepared.shown_in(split)
         self._first, self._last = self._all.offsets[documents], self._all.offsets[documents + 1]
         self._places, self._standing, self._written = prepared.places_in(split), prepared.standing, prepared.written()
-        self._length = self._end - self._start + prepared.more_tokens(split)[documents]
+        self.lengths = prepared.lengths(split)[documents]
         counted = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
         self._units = counted[self._end] - counted[np.minimum(self._start + 1, self._end)]
 
@@ -65,7 +65,7 @@ class PictureChatSamples:
         return len(indices) * self._known.seq_len
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.positions(indices) - int(self._length[indices].sum())
+        return self.positions(indices) - int(self.lengths[indices].sum())
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """The conversations ``indices``, as :mod:`mgpu_pipe.objectives.vision_language` describes them."""

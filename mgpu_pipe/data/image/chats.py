@@ -80,7 +80,12 @@ class PreparedPictureChats(PreparedRows):
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.image.chat_samples import PictureChatSamples
 
-        return PictureChatSamples(config, self, split, reopen)
+        if config.data.packing == "none":
+            return PictureChatSamples(config, self, split, reopen)
+        from mgpu_pipe.data.image.chat_packs import PackedChats
+
+        # Held-out ones have a row each: an answer is judged by its own.
+        return PackedChats(PictureChatSamples(config, self, split, reopen), self.seq_len, split == "train", reopen)
 
     def shown_in(self, split: Split) -> Shown:
         """What the conversations of a split's folder show."""
@@ -122,11 +127,14 @@ class PreparedPictureChats(PreparedRows):
         """The tokens that stand for what is shown."""
         return Written(self.tokenizer_folder, self.parts)
 
+    def lengths(self, split: Split) -> NDArray[np.int64]:
+        """Of the rows of each conversation of a split's folder, pictures included."""
+        return np.diff(TokenStore.open(self.folder_of(split)).offsets) + self.more_tokens(split)
+
     def faults(self, split: Split) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Which conversations of a split's folder have a picture that cannot be used, and which others are too long."""
         bad = _summed(self.places_in(split).prod(1) == 0, self.shown_in(split).offsets) > 0
-        store = TokenStore.open(self.folder_of(split))
-        return bad, (np.diff(store.offsets) + self.more_tokens(split) > self.seq_len) & ~bad
+        return bad, (self.lengths(split) > self.seq_len) & ~bad
 
     def documents(self, split: Split) -> NDArray[np.int64]:
         documents = super().documents(split)
@@ -230,6 +238,11 @@ def _counted(known: PreparedPictureChats, config: RunConfig, seen: tuple[object,
     if not train:
         left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
         raise DataError(f"data.source={data.source}: there is nothing to train on: {left}, {held} are held out")
+    if data.packing != "none":
+        from mgpu_pipe.data.image.chat_packs import rows_of_lengths
+
+        chosen = known.lengths("train")[known.documents("train")]
+        train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, data.packing)
     evaluated = min(held, data.validation_max_samples or held)
     each = "with their pictures" if known.grid or known.parts else f"each picture takes {known.tokens_a_picture}"
     return replace(
