@@ -55,6 +55,7 @@ clean:
 # torch first and pinned: then nothing else pulls another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("mgpu_pipe needs Python 3.10 to 3.13") if not (3, 10) <= sys.version_info < (3, 14) else None'
+	@echo "installing torch and what else is needed into $(VENV); this takes some minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .

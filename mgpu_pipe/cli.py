@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import NoReturn
 
 from mgpu_pipe.commands import find_verb, verb_names
@@ -86,8 +85,9 @@ def _dispatch(words: list[str]) -> int:
 
 def _unknown_verb(word: str) -> BadInputError:
     from mgpu_pipe.config.suggest import choose_from
+    from mgpu_pipe.config.synonyms import VERBS, path_meant
 
-    if Path(word).exists():
-        return BadInputError(f"{PROGRAM} {word}: say what to do with it, e.g. {PROGRAM} eval {word}")
+    if meant := path_meant(word) or VERBS.get(word):
+        return BadInputError(f"{PROGRAM} {word}: {meant}")
     verbs = choose_from(word, verb_names())
     return BadInputError(f"{PROGRAM} {word}: no such verb; {verbs}; overrides are written key=value")

@@ -116,7 +116,20 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
     ("arguments", "said"),
     [
         (["chekc"], "no such verb; did you mean check?"),
-        (["."], "say what to do with it, e.g. mgpu-pipe eval ."),
+        (["."], ".: is a path; give it to a key, e.g. model=hf model.path=."),
+        (["check", str(ROOT / "docs")], "is a path; give it to a key"),
+        (["check", "model=" + str(ROOT / "docs")], f"no such option; use model=hf model.path={ROOT / 'docs'}"),
+        (["check", "data=mine/a.jsonl"], "use data=jsonl 'data.paths=[\"mine/a.jsonl\"]'"),
+        (["mine.yaml"], "lies in ./conf/experiment, and the word is experiment=mine"),
+        (["train", "conf/data/mine.yaml"], "chosen by its name: the word is data=mine"),
+        (["check", "experiment=conf/experiment/mine.yaml"], "use experiment=mine, with the file as ./conf/experiment/"),
+        (["resume", "outputs/run"], "no such verb; add checkpoint.resume=auto"),
+        (["check", "model", "=", "llama_tiny"], "write KEY=VALUE as one word, without spaces round the ="),
+        (["check", "trainer.max_steps=2,"], "cannot be read (mismatched input '<EOF>'); quote the value"),
+        (["check", "lora.alpha=8"], "lora.alpha=8: no such key; did you mean peft.alpha?"),
+        (["check", "optimizer.name=adamw"], "choose it by optimizer=<option>"),
+        (["generate", "--max_new_tokens", "3"], "--max_new_tokens; did you mean --max-new-tokens? see"),
+        (["eval", "--data.paths=x"], "keys are set by key=value, without dashes: data.paths=...; see"),
         (["check", "--bogus"], "unrecognized arguments: --bogus"),
         (["check", "--config-name", "nothing"], "Cannot find primary config 'nothing'"),
         (["check", "--config-dir", "nothing"], "--config-dir nothing: no such folder"),
@@ -282,6 +295,8 @@ def test_ls_shows_the_keys_of_each_choice_with_their_defaults(capsys: pytest.Cap
     parts = capsys.readouterr().out.split("\nkeys of ")
     keys = "objective.name=masked_lm\n    objective.mask_share=0.15  a number. Share of "
     assert [part.startswith(keys) for part in parts].count(True) == 1
+    assert cli.main(["ls", "data"]) == 0
+    assert "\nkeys of data.source=digits or image_folder or image_list or image_tar\n" in capsys.readouterr().out
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]):

@@ -13,7 +13,7 @@ from mgpu_pipe.checks.ranges import range_errors
 from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.checks.start import check_start, joined, run_folder_errors
 from mgpu_pipe.checks.tasks import task_errors
-from mgpu_pipe.checks.values import relation_errors, value_errors
+from mgpu_pipe.checks.values import relation_errors, sample_errors, value_errors
 from mgpu_pipe.config.hardware import usable_gpus
 from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES, PICTURE_CHAT_SOURCES
 from mgpu_pipe.config.resolve import device_type, world_size
@@ -120,6 +120,8 @@ def _one_for_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 def _check_data(config: RunConfig) -> None:
     from mgpu_pipe.data.text.sources import check_sources
 
+    if sample_errors(config):  # what is of another kind is not judged as if it were of this one
+        return
     if config.data.source == "mixture":
         from mgpu_pipe.data.text.mixture_check import check_mixture
 

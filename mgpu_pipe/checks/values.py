@@ -15,7 +15,7 @@ from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.eval_tasks import ranked
 from mgpu_pipe.config.hub import hub_name
-from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.plugins import FILE_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
@@ -214,8 +214,10 @@ def sample_errors(config: RunConfig) -> list[ConfigError]:
     if source not in plugins.DATA_SOURCES or plugins.SAMPLES.get(source, "packed_text") == told.samples:
         return []
     fitting = [name for name in plugins.DATA_SOURCES if plugins.SAMPLES.get(name, "packed_text") == told.samples]
+    theirs = [one.name for one in descriptions() if one.samples == plugins.SAMPLES.get(source)]
     reason = f"objective.name={config.objective.name} trains on {told.samples.replace('_', ' ')}"
-    return [ConfigError("data.source", source, f"use data={' or data='.join(fitting)}", reason)]
+    for_it = f"objective={' or objective='.join(theirs)} for this data, or " if theirs else ""
+    return [ConfigError("data.source", source, f"use {for_it}data={' or data='.join(fitting)}", reason)]
 
 
 def _balance_errors(config: RunConfig) -> list[ConfigError]:

@@ -25,6 +25,7 @@ DESCRIPTION = (
     "green on a terminal, and stands between \u00bb and \u00ab elsewhere. Trains nothing.\n"
     "--samples N shows N of them (default 3)."
 )
+SHOWN_CLASSES = 20
 BARS, WIDTH = 10, 40
 """Rows of the histogram, and columns of its longest bar."""
 
@@ -94,6 +95,9 @@ def _amounts(
         ("samples", f"{prepared.train_samples:,} to train on, {kept}"),
         ("an epoch", f"{len(samples) / size:,.1f} steps of {size} samples"),
     ]
+    if classes := getattr(prepared, "classes", ()):
+        named = ", ".join(f"{number} {name}" for number, name in enumerate(classes[:SHOWN_CLASSES]))
+        rows.append(("classes", named + (", ..." if len(classes) > SHOWN_CLASSES else "")))
     if positions:
         share = f"{100 * units / max(positions - padding, 1):.1f} for every 100 positions that hold something"
         rows.append(("loss", f"{units:,} {counts} in {len(every):,} samples, {share}"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
@@ -24,7 +27,7 @@ def ls(words: list[str]) -> int:
         print(group)
         width = max(len(option.name) for option in options)
         for option in options:
-            print(f"  {'*' if option.is_default else ' '} {option.name:<{width}}  {option.description}".rstrip())
+            _print(f"  {'*' if option.is_default else ' '} {option.name:<{width}}  {option.description}", width + 6)
     if arguments.group:
         _print_keys(arguments.group)
     return EXIT_OK
@@ -40,8 +43,12 @@ def _print_keys(group: str) -> None:
         print(f"\nkeys of {group}, and what they are where neither an option nor you set them")
         _print_fields(group, cast(type, base)(), [field.name for field in fields(base)])
     for section in SECTIONS.values():
+        alike: dict[type, list[str]] = {}
         for name, keys in section.all_keys().items() if section.name == group else ():
-            print(f"\nkeys of {section.chooser}={name}")
+            alike.setdefault(keys, []).append(name)
+        for keys, names in alike.items():
+            print()
+            _print(f"keys of {section.chooser}={' or '.join(names)}", 4)
             _print_fields(group, keys(), own_keys(keys))
 
 
@@ -59,7 +66,15 @@ def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
             continue
         owners = (one.__name__ for one in cls.__mro__)
         text = next((field_documentation()[one, name] for one in owners if (one, name) in field_documentation()), "")
-        print(f"    {path}.{name}={setting(written(default))}  {type_name(hints(cls)[name])}. {text}".rstrip())
+        _print(f"    {path}.{name}={setting(written(default))}  {type_name(hints(cls)[name])}. {text}", 8)
+
+
+def _print(line: str, indent: int) -> None:
+    """A line, on a terminal folded to its width; elsewhere whole, for other programs look for words in it."""
+    if sys.stdout.isatty():
+        width = max(40, shutil.get_terminal_size().columns)
+        line = textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    print(line.rstrip())
 
 
 def _groups() -> list[str]:

@@ -30,10 +30,10 @@ from mgpu_pipe.sweep.store import Store, find, stores
 ACTIONS = {
     "list": "the sweeps below run.root=<folder>, the newest first",
     "show": "its points, and how each ended",
-    "resume": "run what is missing or was interrupted, each in its own folder from its own checkpoint",
-    "extend": "add points: values of keys, combined with those of the other keys; or sweep.seeds=N",
+    "resume": "run what is missing or interrupted, each from its checkpoint",
+    "extend": "add points: values, combined with other keys'; or sweep.seeds=N",
     "cancel": "stop it; nothing of it is run again until sweeps retry",
-    "retry": "run again what failed, diverged, ran out of memory or was cancelled (or these NUMBERs)",
+    "retry": "run again what ended badly or was cancelled (or these NUMBERs)",
     "best": "the best point, and the command that repeats it",
     "report": "write its page, and print where",
 }
@@ -59,6 +59,9 @@ def sweeps(words: list[str]) -> int:
         if name is not None:
             raise BadInputError(f"mgpu-pipe sweeps list {name}: takes no name; see mgpu-pipe sweeps show {name}")
         return _list(stores(root), arguments.json)
+    if name is None and action in ("show", "best", "report") and (newest := stores(root)[:1]):
+        name = newest[0].name
+        print(f"newest sweep: {name}", file=sys.stderr)
     if name is None:
         raise BadInputError(f"mgpu-pipe sweeps {action}: name a sweep; see mgpu-pipe sweeps list")
     if more and action not in ("extend", "retry"):
@@ -97,8 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("action", choices=list(ACTIONS), metavar="ACTION", help="what to do")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the sweep's")
+    parser.add_argument(
+        "action", nargs="?", default="list", choices=list(ACTIONS), metavar="ACTION", help="default: list"
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="the sweep's; of show, best and report default: the newest"
+    )
     parser.add_argument("more", nargs="*", metavar="NUMBER|OVERRIDE", help="points to retry; values to extend by")
     parser.add_argument("--watch", action="store_true", help="serve the page here, refreshed, until Ctrl-C (report)")
     parser.add_argument("--port", type=count, metavar="N", help=f"port of --watch; 0: a free one (default: {PORT})")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import EXIT_OK, BadInputError
 
 
@@ -18,7 +19,17 @@ class VerbParser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{self.prog}: {message}; see {self.prog} --help")
+        raise BadInputError(f"{self.prog}: {message}; {self._meant(message)}see {self.prog} --help")
+
+    def _meant(self, message: str) -> str:
+        """The flag or the override that an unknown flag is like."""
+        flag = message.partition("unrecognized arguments: --")[2].partition(" ")[0].partition("=")[0]
+        if not flag:
+            return ""
+        if "." in flag:
+            return f"keys are set by key=value, without dashes: {flag}=...; "
+        close = nearest(f"--{flag.replace('_', '-')}", self._option_string_actions)
+        return f"did you mean {close}? " if close else ""
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace | None:

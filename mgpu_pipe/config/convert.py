@@ -17,7 +17,7 @@ from mgpu_pipe.config.interpolation import MISSING, written
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
-from mgpu_pipe.config.synonyms import known_elsewhere, value_elsewhere
+from mgpu_pipe.config.synonyms import SECTION_NAMES, known_elsewhere, value_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 T = TypeVar("T")
@@ -73,13 +73,20 @@ def all_keys() -> tuple[str, ...]:
     return tuple(key for key, _ in schema_keys())
 
 
+SEE = "see the keys with: mgpu-pipe schema"
+
+
 def unknown_key(path: str, value: object) -> ConfigError:
     """The error for a key that the schema does not have."""
+    section, _, rest = path.partition(".")
+    if rest and section in SECTION_NAMES:
+        return ConfigError(
+            path, value, f"did you mean {nearest_key(f'{SECTION_NAMES[section]}.{rest}', all_keys())}?", "no such key"
+        )
     close = _corrected(path)
     elsewhere = None if close and _last(close) == _last(path) else known_elsewhere(path)
     close = close or nearest_key(path, all_keys())
-    fix = f"did you mean {close}?" if close else "see the keys with: mgpu-pipe schema"
-    return ConfigError(path, value, elsewhere or fix, "no such key")
+    return ConfigError(path, value, elsewhere or (f"did you mean {close}?" if close else SEE), "no such key")
 
 
 def _anothers_key(key: str, value: object, owners: list[str]) -> ConfigError:

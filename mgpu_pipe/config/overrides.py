@@ -21,7 +21,7 @@ from mgpu_pipe.config.hydra_keys import hydra_key_error
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import all_hints, hints
 from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.config.synonyms import known_elsewhere, value_elsewhere
+from mgpu_pipe.config.synonyms import known_elsewhere, path_meant, value_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 FREE_GROUPS = ("experiment",)
@@ -45,6 +45,8 @@ def check_overrides(
         The good overrides, in order, with ``+`` dropped from or ``++`` put before keys where Hydra wants it so;
         and one error for each of the others.
     """
+    if "=" in arguments:
+        return [], [BadInputError("=: stands alone; write KEY=VALUE as one word, without spaces round the =")]
     parser = OverridesParser.create()
     groups = _groups(lookup)
     good: list[str] = []
@@ -109,9 +111,11 @@ def _groups(lookup: GroupLookup) -> list[str]:
 
 def _unreadable(argument: str, error: HydraException) -> BadInputError:
     if "=" not in argument:
+        if meant := path_meant(argument):
+            return BadInputError(f"{argument}: {meant}")
         return ConfigError(argument, "", f"write {argument}=<value>", "an override needs a value")
     key, _, value = argument.partition("=")
-    reason = str(error).strip().splitlines()[0].removesuffix(".")
+    reason = str(error).strip().splitlines()[0].partition(" expecting {")[0].removesuffix(".")
     return ConfigError(key, value, f"quote the value: '{key}=\"...\"'", f"cannot be read ({reason})")
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from mgpu_pipe.config.paths import RunPaths
+
 BATCH = "use data.global_batch_size (samples an optimizer step, all processes together)"
 MICRO = "use data.micro_batch_size (it fits memory; data.global_batch_size fixes the mathematics)"
 PRECISION = "choose it by precision=fp32, bf16, fp16 or bf16_true"
 
 MEANT: tuple[tuple[str, str], ...] = (
+    ("check what would run with mgpu-pipe check", "dry_run dryrun"),
     ("optimizer.lr", "learning_rate base_lr max_lr peak_lr"),
     ("use scheduler.min_lr_ratio (the final rate as a share of optimizer.lr)", "min_lr min_learning_rate"),
     ("optimizer.weight_decay", "wd decay"),
@@ -53,9 +58,16 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("trainer.gradient_clip_val", "max_grad_norm grad_clip clip_grad gradient_clipping clip_grad_norm clip_norm"),
     (
         "data.seq_len",
-        "max_seq_length max_seq_len block_size context_length sequence_length max_length seq_length cutoff_len",
+        "max_seq_length max_seq_len block_size context_length sequence_length sequence_len max_length seq_length "
+        "cutoff_len",
     ),
-    ("seed", "random_seed manual_seed rng_seed"),
+    ("seed", "random_seed manual_seed rng_seed seed_everything"),
+    ("choose it by peft=lora; its rank is peft.r", "lora_r lora_rank lora adapter use_lora"),
+    ("peft.alpha", "lora_alpha"),
+    ("peft.dropout", "lora_dropout"),
+    ("peft.targets", "lora_target_modules target_modules"),
+    ("choose it by peft=qlora", "qlora load_in_4bit"),
+    ("use model.attn_implementation=flash_attention_2", "flash_attention flash_attn use_flash_attention"),
     (PRECISION, "mixed_precision amp dtype torch_dtype autocast half"),
     ("choose it by precision=fp16", "fp16"),
     ("choose it by precision=bf16", "bf16 bfloat16"),
@@ -93,6 +105,18 @@ MEANT: tuple[tuple[str, str], ...] = (
 )
 """What to write here (a key, or advice), and the names for it elsewhere."""
 
+VERBS = {
+    **dict.fromkeys(("resume", "continue"), "no such verb; add checkpoint.resume=auto to the words of the run"),
+    **dict.fromkeys(("fit", "finetune", "sft", "pretrain", "run", "launch"), "no such verb; use train"),
+    **dict.fromkeys(("test", "evaluate", "validate", "benchmark"), "no such verb; use eval"),
+    **dict.fromkeys(("predict", "inference", "infer", "sample"), "no such verb; use generate (or eval, chat)"),
+    **dict.fromkeys(("convert", "merge", "save"), "no such verb; use export"),
+    **dict.fromkeys(("preprocess", "tokenize", "inspect"), "no such verb; use data"),
+    **dict.fromkeys(("list", "options"), "no such verb; use ls (of configurations) or runs"),
+    **dict.fromkeys(("lint", "plan"), "no such verb; use check"),
+}
+"""What other programs call a verb, and what to write here."""
+
 GROUPS = ("strategy", "precision", "optimizer", "scheduler", "logger", "callbacks")
 """Groups that other programs have as keys of a section, such as ``trainer.strategy``."""
 
@@ -117,20 +141,48 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """By group or key: values as other programs have them, and what to write here."""
 
+YAML = (".yaml", ".yml")
+DATA_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text_files"}
+"""The source that reads files of a kind."""
+
+SECTION_NAMES = dict.fromkeys(("lora", "qlora", "dora", "adapter"), "peft")
+"""Sections as other programs call them."""
+
 FIXES = {word: meant if " " in meant else f"did you mean {meant}?" for meant, words in MEANT for word in words.split()}
 
 
 def known_elsewhere(key: str) -> str | None:
     """The fix for a key that other programs have and this one calls otherwise; None for any other."""
     section, _, word = key.rpartition(".")
+    if section in GROUPS and word in ("name", "type"):
+        return f"choose it by {section}=<option> (mgpu-pipe ls {section})"
     if section and word in GROUPS:
         return f"choose it by {word}=<option> (mgpu-pipe ls {word})"
     return FIXES.get(word.lower().replace("-", "_"))
 
 
 def value_elsewhere(key: str, value: str) -> str | None:
-    """The fix for a value that other programs have for ``key``; None for any other."""
+    """The fix for a value that other programs have for ``key``, or that is a path; None for any other."""
     here = VALUES.get(key, {}).get(value.lower())
-    if here is None and key == "model" and "/" in value:
+    if here is None and key == "model" and ("/" in value or Path(value).is_dir()):
         here = f"model=hf model.path={value}"
+    if here is None and key == "data" and Path(value).suffix in DATA_OF:
+        here = f"data={DATA_OF[Path(value).suffix]} 'data.paths=[\"{value}\"]' (mgpu-pipe ls data)"
+    if here is None and Path(value).suffix in YAML and Path(value).name != value:
+        here = f"{key}={Path(value).stem}, with the file as ./conf/{key}/{Path(value).name}"
     return None if here is None else f"use {here}"
+
+
+def path_meant(word: str) -> str | None:
+    """What to do with a file or a folder that stands where an override or a verb is expected; None for another word."""
+    path = Path(word)
+    if path.suffix in YAML:
+        group = path.parent.name if path.parent.parent.name == "conf" else "experiment"
+        place = "" if group == path.parent.name else f" a file of overrides lies in ./conf/{group}, and"
+        return f"a configuration is chosen by its name:{place} the word is {group}={path.stem}"
+    if RunPaths(path).config.is_file():
+        again = f"--config-path {word} run.dir={word} checkpoint.resume=auto"
+        return f"is a run; go on with it by mgpu-pipe {again}, or say what to do with it, e.g. mgpu-pipe eval {word}"
+    if path.exists():
+        return f"is a path; give it to a key, e.g. model=hf model.path={word} or 'data.paths=[\"{word}\"]'"
+    return None

@@ -175,6 +175,8 @@ def json_row(line: str, origin: str, *columns: str) -> dict[str, Any]:
     try:
         row = json.loads(line, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
+        if form := _other_form(line, origin):
+            raise DataError(f"{origin}: {form}") from error
         raise DataError(
             f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line); {FIX}"
         ) from error
@@ -183,6 +185,8 @@ def json_row(line: str, origin: str, *columns: str) -> dict[str, Any]:
     except RecursionError as error:
         raise DataError(f"{origin}: is JSON nested too deeply; {FIX}") from error
     if not isinstance(row, dict):
+        if isinstance(row, list) and (form := _other_form(line, origin)):
+            raise DataError(f"{origin}: {form}")
         raise DataError(f"{origin}: is a JSON {type(row).__name__}, not an object with columns; {FIX}")
     for column in columns:
         found: Any = row
@@ -195,13 +199,30 @@ def json_row(line: str, origin: str, *columns: str) -> dict[str, Any]:
     return row
 
 
+def _other_form(line: str, origin: str) -> str | None:
+    """What a file is whose first line is no object, and how it becomes JSON Lines."""
+    path, _, number = origin.rpartition(":")
+    start = line.strip()[:1]
+    if number != "1" or not path:
+        return None
+    if start == "[":
+        return f"is one JSON list, not an object a line; write them so: jq -c '.[]' {path}"
+    if line.strip() == "{":
+        return f"is JSON over several lines, not an object a line; write it so: jq -c . {path}"
+    return None if start in '{"' else "is no JSON; write an object a line, or choose another source (mgpu-pipe ls data)"
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
     """The error of a file without the configured column."""
-    return DataError(f"{where}: has no column '{column}'; set {key} to one that is there: {', '.join(there) or 'none'}")
+    if len(there) == 1 and (other := next((mark for mark in ";\t|" if mark in there[0]), None)):
+        fix = f"its columns are set apart by {other!r}: write commas"
+    else:
+        fix = f"set {key} to one that is there: {', '.join(there) or 'none'}"
+    return DataError(f"{where}: has no column '{column}'; {fix}")
 
 
 def _parquet_field(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str]]:

@@ -37,6 +37,8 @@ class ConfigClass:
     """Standard names for its own, e.g. hidden_size -> n_embd."""
     computed: set[str] = field(default_factory=set)
     """Properties: follow from the fields, and are set only where the class says so (Falcon's head_dim is not)."""
+    heads_divide: bool = False
+    """It refuses a width that is no multiple of the number of heads, even where ``head_dim`` is given."""
 
     @property
     def names(self) -> set[str]:
@@ -186,6 +188,7 @@ def _merge(into: ConfigClass, other: ConfigClass) -> None:
     into.keywords |= other.keywords
     into.attribute_map.update(other.attribute_map)
     into.computed |= other.computed
+    into.heads_divide |= other.heads_divide
 
 
 def _read_attribute_map(item: ast.Assign, cls: ConfigClass) -> None:
@@ -201,6 +204,8 @@ def _read_method(item: ast.FunctionDef, cls: ConfigClass) -> None:
         cls.computed.add(item.name)
     if any(isinstance(one, ast.Attribute) and one.attr == "setter" for one in item.decorator_list):
         cls.keywords.add(item.name)
+    if item.name == "validate_architecture":
+        cls.heads_divide = "self.hidden_size % self.num_attention_heads" in ast.unparse(item)
     if item.name not in ("__init__", "__post_init__"):
         return
     for call in ast.walk(item):

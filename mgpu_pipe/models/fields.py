@@ -62,6 +62,8 @@ COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
 """Largest number of parts, and of anything else, that a model's configuration may give."""
 NOT_NEGATIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+WIDTHS = ("hidden_size", "intermediate_size")
+"""What all of a model's weights are as wide as; new rows can be given to its vocabulary."""
 PRIMITIVES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (float, int),
@@ -131,7 +133,7 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         fields = resolved_fields(model)
         needs = family_of(model_type).needs.items()
         errors += [ConfigError(f"model.config.{name}", None, fix) for name, fix in needs if fields.get(name) is None]
-        errors += [] if errors else _check_heads(fields, known.attribute_map)
+        errors += [] if errors else [*_check_heads(fields, known), *_check_folder_sizes(model, known.attribute_map)]
     errors += [] if errors else _check_sizes(resolved_fields(model), model)
     if errors:
         raise ConfigErrors(errors)
@@ -208,7 +210,19 @@ def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[Bad
     return errors
 
 
-def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> list[BadInputError]:
+def _check_folder_sizes(model: ModelConfig, own_names: Mapping[str, str]) -> list[BadInputError]:
+    """A width beside a folder's weights that is not theirs: they would not fit."""
+    folder = read_config_json(local_folder(model.path)) if model.path is not None else {}
+    return [
+        ConfigError(f"model.config.{name}", value, "leave it out", f"the weights of {model.path} have {folder[own]}")
+        for name, value in model.config.items()
+        for own in (own_names.get(name, name),)
+        if own in {own_names.get(size, size) for size in WIDTHS} and folder.get(own, value) != value
+    ]
+
+
+def _check_heads(fields: Mapping[str, Any], known: ConfigClass) -> list[BadInputError]:
+    own_names = known.attribute_map
     names = ("num_attention_heads", "num_key_value_heads", "hidden_size")
     heads, key_value, width = (fields.get(name) for name in names)
     heads_key, key_value_key, width_key = (f"model.config.{own_names.get(name, name)}" for name in names)
@@ -219,6 +233,7 @@ def _check_heads(fields: Mapping[str, Any], own_names: Mapping[str, str]) -> lis
         reason = f"does not divide {heads_key}={heads}"
         errors.append(ConfigError(key_value_key, key_value, f"use a divisor of {heads}", reason))
     derived = family_of(fields["model_type"]).width_is_heads and not fields.get("head_dim")
+    derived = derived or known.heads_divide
     if derived and isinstance(width, int) and width % heads:
         reason = f"not a multiple of {heads_key}={heads}"
         errors.append(ConfigError(width_key, width, f"use {max(width // heads, 1) * heads}", reason))

@@ -174,9 +174,11 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
     if prepared and prepared.train_samples:
         epochs = f", {numbers.figure(steps * a_step / prepared.train_samples, 3)} epochs"
     every = trainer.val_every_n_steps
-    evaluated = "at the end" if every is None else f"every {every} steps"
+    evaluated = "evaluated at the end" if every is None else f"evaluated every {every} steps"
+    if prepared and not prepared.validation_samples:
+        evaluated = "not evaluated: nothing is held out"
     seen = steps * a_step * (config.data.tokens() or 1)
-    return f"{steps:,} ({seen:,} {'tokens' if config.data.tokens() else 'samples'}{epochs}), evaluated {evaluated}"
+    return f"{steps:,} ({seen:,} {'tokens' if config.data.tokens() else 'samples'}{epochs}), {evaluated}"
 
 
 def _optimizer(config: RunConfig) -> str:

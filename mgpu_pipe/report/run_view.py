@@ -90,11 +90,19 @@ class RunView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Median of the steps after the first ones; NaN where nothing was measured."""
+        """Median of the steps after the first ones; NaN where nothing was measured, or nobody counts tokens."""
         rates = finite(self.metrics.get("throughput/tokens_per_s", []))
+        if not self.counts_tokens:
+            return math.nan
         if rates:
             return statistics.median(rates[WARM_UP_ROWS:] or rates)
         return self.final("throughput/tokens_per_s")
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Not of pictures and recordings, whose runs measure none."""
+        rates = finite(self.metrics.get("throughput/tokens_per_s", []))
+        return any(rates) if rates else self.final("throughput/tokens_per_s") != 0
 
     @property
     def objective(self) -> Description:

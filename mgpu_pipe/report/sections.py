@@ -39,6 +39,8 @@ LABELS = {
 EPOCHS = ("started", "created")
 """Seconds since 1970 in environment.json, which has the date in words besides."""
 MODEL_KEYS = ("name", "type", "path", "attn_implementation")
+OF_TOKENS = ("tokenizer", "seq_len", "packing", "throughput/tokens_per_s", "throughput/padding")
+"""What says nothing of a run on pictures or recordings."""
 DATA_KEYS = ("source", "paths", "tokenizer", "seq_len", "packing")
 
 
@@ -79,11 +81,11 @@ def figures(view: RunView) -> list[dict[str, str]]:
     mfu = view.final("throughput/mfu")
     samples, padding = view.final("throughput/samples_per_s"), view.final("throughput/padding")
     rates = [(rate, "tokens/s"), (samples, "samples/s")]
-    rates = [(value, unit) for value, unit in rates if value]  # nobody counts the tokens of pictures
+    rates = [(value, unit) for value, unit in rates if not math.isnan(value)] or [(math.nan, "tokens/s")]
     shown = numbers.MISSING if math.isnan(rates[0][0]) else numbers.count(rates[0][0])
     told = [
         f"{rates[0][1]}, median",
-        *(f"{numbers.figure(value, 3)} {unit}" for value, unit in rates[1:] if not math.isnan(value)),
+        *(f"{numbers.figure(value, 3)} {unit}" for value, unit in rates[1:]),
         f"{100 * padding:.1f}% padding" if padding >= 0.0005 else "",
         "" if math.isnan(mfu) else f"MFU {100 * mfu:.1f}%",
     ]
@@ -116,6 +118,12 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
     """The tables of one run, each a card; empty ones are left out."""
     batch = view.summary.get("batch") or {"global_batch_size": view.of_config("data", "global_batch_size")}
     data = {key: value for key in DATA_KEYS if (value := view.of_config("data", key)) not in (None, [], "")}
+    metrics = view.summary.get("metrics")
+    if not view.counts_tokens:
+        batch, data, metrics = (
+            {key: value for key, value in _mapping(one).items() if key not in OF_TOKENS}
+            for one in (batch, data, metrics)
+        )
     model = {key: value for key in MODEL_KEYS if (value := view.of_config("model", key)) not in (None, "")}
     made = [
         _block("Overrides", code=view.overrides),
@@ -127,7 +135,7 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _block("Data", _parts({**data, **_mapping(view.summary.get("data"))})),
         _by_rank("Time of each rank's step", view.summary.get("times")),
         _by_rank("Memory", view.summary.get("memory")),
-        _block("Final metrics", _parts(view.summary.get("metrics"))),
+        _block("Final metrics", _parts(metrics)),
         *_task_blocks(view),
         _block("Confusion", table=_confusion(view), text="rows: the class; columns: what it was taken for"),
         _block("Checkpoints", table=_checkpoint_table(view)),
@@ -144,9 +152,10 @@ def batch_text(view: RunView) -> str:
         return ""
     total, processes, micro = sizes
     tokens = view.of_config("data", "seq_len")
-    step = f"; {total * tokens:,} tokens a step" if isinstance(tokens, int) else ""
+    step = f"; {total * tokens:,} tokens a step" if isinstance(tokens, int) and view.counts_tokens else ""
     count = total // processes // micro
-    return f"{total} samples = {processes} processes {TIMES} {count} micro-batches {TIMES} {micro}{step}"
+    ranks = f"{processes} process{'' if processes == 1 else 'es'}"
+    return f"{total} samples = {ranks} {TIMES} {count} micro-batches {TIMES} {micro}{step}"
 
 
 def _topology(view: RunView) -> dict[str, Any]:

@@ -70,6 +70,10 @@ def _peak(value: object) -> float:
     return max(map(number, value), default=math.nan) if isinstance(value, list) else number(value)
 
 
+LONGEST_CELL = 32
+"""Characters of a word that says what sets a run apart; longer ones stand below the table."""
+
+
 def runs_table(runs: Sequence[RunPaths]) -> None:
     """Print several runs side by side: what sets each apart, what it reached, which is best; their folders below."""
     from rich.table import Table
@@ -84,9 +88,11 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
     for title in ("steps", "loss", "val loss", *headlines, "tok/s", "time"):
         table.add_column(title, justify="right", no_wrap=True)
     alike = len({view.name for view in views}) == 1
+    differences = differing(views)
+    below = any(len(items) > 3 or len(item) > LONGEST_CELL for items in differences for item in items)
     best, by = _best(views)
-    for position, (view, apart) in enumerate(zip(views, differing(views), strict=True), 1):
-        named = [] if alike and apart else [view.name]
+    for position, (view, apart) in enumerate(zip(views, differences, strict=True), 1):
+        named = [] if alike and apart and not below else [view.name]
         figures = (
             f"{view.steps:,}",
             numbers.fixed(view.final("train/loss"), 4),
@@ -95,7 +101,7 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
             numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
             _clock(view.wall_s),
         )
-        shown = (Text(printable(text)) for text in ("\n".join([*named, *apart]), view.status))
+        shown = (Text(printable(text)) for text in ("\n".join(named if below else [*named, *apart]), view.status))
         mark = "*" if view is best else ""
         table.add_row(f"{mark}{position}", *shown, *figures)
     console = make_console()
@@ -103,8 +109,10 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
     if best is not None:
         console.print(f"* lowest {by}")
     console.print()
-    for position, view in enumerate(views, 1):
+    for position, (view, apart) in enumerate(zip(views, differences, strict=True), 1):
         print_whole(console, f"{position:>{len(str(len(views)))}}  {relative_to_cwd(view.paths.root)}")
+        if below:
+            print_whole(console, f"   {printable(' '.join(apart))}")
 
 
 def _headline(view: RunView, metric: Metric) -> str:

@@ -86,7 +86,7 @@ def listed(folder: Path, *, sized: bool = True) -> Listed:
         str(summary.get("status") or ("running" if is_held(paths.lock) else "unfinished")),
         int(step) if isinstance(step, int | float) and math.isfinite(step) else 0,
         _number(figures.get(LOSS)),
-        _number(figures.get(RATE)),
+        _number(figures.get(RATE)) or math.nan,  # nobody counts the tokens of pictures
         str(summary.get("strategy") or said.get("strategy") or ""),
         float(created) if isinstance(created, int | float) else 0.0,
         _size(folder) if sized else 0,

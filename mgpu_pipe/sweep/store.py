@@ -202,8 +202,9 @@ def find(root: Path, name: str) -> Store:
     given = Path(name)
     folder = given if (given / ASKED).is_file() else root / SWEEPS / name
     if not (folder / ASKED).is_file():
-        there = ", ".join(path.name for path in _folders(root)[-5:]) or "there is none"
-        raise BadInputError(f"{name}: no such sweep below {root}; {there} (run.root=<folder> says where)")
+        there = ", ".join(path.name for path in _folders(root)[-5:])
+        fix = f"use one of {there}" if there else "there is none"
+        raise BadInputError(f"{name}: no such sweep below {root}; {fix} (run.root=<folder> says where)")
     return Store(folder.absolute())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.numbers import MISSING
 from mgpu_pipe.report.overview import overview, summary
 from mgpu_pipe.report.rows import print_rows
+from mgpu_pipe.report.run_view import load_run
+from mgpu_pipe.report.sections import batch_text, blocks, figures
 from mgpu_pipe.report.tables import after_table, runs_table
 from tests.report.fake_runs import MakeRun
 
@@ -115,6 +118,26 @@ def test_runs_are_compared_within_eighty_columns(make_run: MakeRun, capsys: pyte
         assert told in table
     assert "trainer.devices" not in table
     assert folders.split() == [word for at, run in enumerate(runs, 1) for word in (str(at), str(run.root))]
+    far = "data.paths=['/somewhere/far/away/corpus/*.jsonl']"
+    runs_table([runs[0], make_run(folder="2026-01-01_00-00-09-aaaaaaaa", steps=60, lr=1e-3, overrides=(far,))])
+    table, folders = capsys.readouterr().out.split("\n\n")
+    assert len(table.splitlines()) == 4 and far in folders and far[:9] not in table
+
+
+def test_a_run_on_pictures_says_nothing_of_tokens(make_run: MakeRun) -> None:
+    metrics = {"throughput/tokens_per_s": 0.0, "throughput/padding": 0.0, "throughput/samples_per_s": 61.9}
+    batch = {"global_batch_size": 32, "data_parallel_size": 1, "micro_batch_size": 8, "seq_len": 256}
+    view = load_run(make_run(steps=6, summary={"metrics": metrics, "batch": batch}))
+    assert view.counts_tokens and "8,192 tokens a step" in batch_text(view)
+    of_pictures = {**view.metrics, "throughput/tokens_per_s": [0.0] * 6}
+    view = replace(view, metrics=of_pictures)
+    assert batch_text(view) == "32 samples = 1 process \u00d7 4 micro-batches \u00d7 8" and math.isnan(
+        view.tokens_per_s
+    )
+    text = json.dumps(blocks(view))
+    assert "samples_per_s" in text
+    assert not [word for word in ("tokens_per_s", "padding", "tokens a sample", "tokenizer") if word in text]
+    assert next(card for card in figures(view) if card["label"] == "Throughput")["value"] == "61.9"
 
 
 def test_runs_with_equal_overrides_are_told_apart_by_their_configuration(

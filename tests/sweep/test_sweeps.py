@@ -179,6 +179,7 @@ def test_the_verb_tells_what_it_does_not_understand(tmp_path: Path, capsys: pyte
     ):
         assert fails(tmp_path, "sweeps", *words) == 2
         assert fix in capsys.readouterr().err
+    assert fails(tmp_path, "sweeps") == 0 and capsys.readouterr().out == "0 sweeps\n"
     assert fails(tmp_path, "sweeps", "list") == 0 and capsys.readouterr().out == "0 sweeps\n"
 
 

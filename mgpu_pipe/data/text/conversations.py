@@ -41,7 +41,14 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     if column not in row and form == "sharegpt":
         column = SHAREGPT
     if column not in row:
-        raise missing_column(origin, "data.messages_column", column, list(row))
+        lists = [name for name, value in row.items() if isinstance(value, list)]
+        if lists:
+            raise missing_column(origin, "data.messages_column", column, lists)
+        forms = f"{SHAREGPT}, {' and '.join(ALPACA)}, or {' and '.join(COMPLETION)}"
+        there = ", ".join(row) or "none"
+        raise DataError(
+            f"{origin}: has no column '{column}' (nor {forms}); rename its columns to some of these: {there}"
+        )
     value = row[column]
     if isinstance(value, list):
         value = [_from_sharegpt(message) for message in value]
@@ -105,7 +112,8 @@ def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"{origin}: no message has the role assistant (roles: {roles}): nothing to learn")
+        fix = "rename the roles to system, user, assistant and tool"
+        raise DataError(f"{origin}: no message has the role assistant (roles: {roles}): nothing to learn; {fix}")
     if not any(is_trained(message) for message in answers):
         raise DataError(f"{origin}: train or weight leaves all the assistant's messages out: nothing to learn")
     return messages

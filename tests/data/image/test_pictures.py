@@ -114,6 +114,7 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
     [
         ("image,label\nnone.png,a\n", "list.csv:2: there is no file"),
         ("picture,label\n0.png,a\n", "list.csv:2: has no column 'image'; set data.image_column to one that is there"),
+        ("image;label\n0.png;a\n", "has no column 'image'; its columns are set apart by ';': write commas"),
         ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
         ("image,label\n0.png,\n", "list.csv:2: the class is nothing, not a name or a whole number"),
     ],
@@ -134,7 +135,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, mo
         ((f"data.paths=[{root}]", "data.image_size=8"), "data.image_size=8: the model's image_size is 16"),
         ((f"data.paths=[{root}]", "data.mean=[0.5,0.5]"), "data.mean=[0.5, 0.5]: the model has 3 channels"),
         ((f"data.paths=[{root}]", "model.config.num_channels=5"), "model.config.num_channels=5"),
-        ((f"data.paths=[{root}]", "objective=causal_lm"), "objective.name=causal_lm trains on packed text"),
+        (
+            (f"data.paths=[{root}]", "objective=causal_lm"),
+            "trains on packed text; use objective=image_classification for",
+        ),
         ((f"data.paths=[{root}]", "data.shift=-1"), "data.shift=-1"),
     ):
         with pytest.raises(BadInputError) as refused:

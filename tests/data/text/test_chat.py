@@ -99,8 +99,9 @@ def test_a_template_may_mark_what_is_generated_itself() -> None:
         ({"messages": "hello"}, "must be a list of messages"),
         ({"messages": [{"content": "x"}]}, "message 1 is not an object with a role"),
         ({"messages": [{"role": "user", "content": 3}]}, "the content of message 1 must be a string"),
-        ({"messages": TALK[:2]}, r"no message has the role assistant \(roles: system, user\)"),
-        ({"chat": TALK, "id": 2}, "no column 'messages'; set data.messages_column to one that is there: chat, id"),
+        ({"messages": TALK[:2]}, r"no message has the role assistant \(roles: system, user\).*; rename the roles to"),
+        ({"chat": TALK, "id": 2}, "no column 'messages'; set data.messages_column to one that is there: chat$"),
+        ({"question": "a", "answer": "b"}, r"no column 'messages' \(nor conversations, .*\); rename its columns to"),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )

@@ -162,6 +162,17 @@ def test_documents_without_loss_are_counted(
     assert uncounted_of(prepared) == 11
 
 
+def test_classes_are_shown_with_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MGPU_PIPE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {at}", "label": "yx"[at % 2]}) + "\n" for at in range(40)))
+    words = ["model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl", f"data.paths=[{path}]"]
+    assert main(["data", *words, "--samples", "1"]) == 0
+    assert "classes   0 x, 1 y\n" in capsys.readouterr().out
+
+
 def test_a_wrong_line_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

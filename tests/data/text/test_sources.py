@@ -201,8 +201,19 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path: Path) -> None:
     ):
         path.write_text('{"text": "a"}\n\n' + line + "\n", encoding="utf-8")
         _refusal(run, match, also_by_preflight=False)
-    path.write_text('{"txt": "a"}\n', encoding="utf-8")
-    _refusal(run, r"broken\.jsonl:1: has no column 'text'")
+    for text, match in (
+        ('{"txt": "a"}\n', r"broken\.jsonl:1: has no column 'text'"),
+        (
+            '[{"text": "a"},\n {"text": "b"}]\n',
+            r"is one JSON list, not an object a line; write them so: jq -c '\.\[\]' ",
+        ),
+        ('[{"text": "a"}]\n', r"broken\.jsonl:1: is one JSON list, not an object a line"),
+        ('{\n "text": "a"\n}\n', r"broken\.jsonl:1: is JSON over several lines, .*: jq -c \. "),
+        ("text,label\na,b\n", r"broken\.jsonl:1: is no JSON; write an object a line, or choose another source"),
+        ('{"text": "a"\n', r"broken\.jsonl:1: is not valid JSON"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        _refusal(run, match)
 
 
 def test_a_wrong_parquet_file_is_refused(tmp_path: Path) -> None:
