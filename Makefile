@@ -5,6 +5,7 @@
 # make test-fast  the tests without those that take long
 # make docs    the documentation as a site in build/docs, warnings are errors; needs Python 3.11 or newer
 # make test-gpu   the suite for a machine with a GPU; without one it runs dry, on the CPU
+# make bench-gpu   the benchmarks of one GPU; the tables are in benchmarks/results
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ JOBS ?= 3
 
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: train test test-all test-fast test-gpu lint docs bench demos clean
+.PHONY: train test test-all test-fast test-gpu lint docs bench bench-gpu demos clean
 
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
@@ -45,6 +46,10 @@ docs: $(DEVELOPMENT)
 
 bench: $(BENCHMARKS)
 	$(BIN)/python -m benchmarks
+
+bench-gpu: $(BENCHMARKS)
+	$(BIN)/python -m benchmarks.gpu_step
+	$(BIN)/python -m benchmarks.one_rank
 
 demos: $(DEVELOPMENT)
 	$(BIN)/python -m benchmarks.demos

@@ -228,6 +228,8 @@ def main() -> None:
         return
     import torch
 
+    if not torch.cuda.is_available():
+        sys.exit("error: this measures a GPU, and torch can use none here")
     top = ceiling()
     tokens = 8 * 4096
     found = {}
