@@ -11,7 +11,7 @@ WITHOUT_SUMMARY = ("siglip_vision_model", "smolvlm_vision", "idefics3_vision")
 """Towers whose first vector is a patch of the picture, not a summary of all."""
 READ_WHOLE = ("altclip", "chinese_clip")
 """Families whose text tower reads captions in both directions; a mask tells it where each ends."""
-SEE_VIDEOS = ("qwen2_5_vl",)
+SEE_VIDEOS = ("qwen2_5_vl", "qwen3_vl")
 """Families that are given videos."""
 SEE_PARTS = ("smolvlm", "idefics3")
 """Families that see a picture in parts of one size, and beside them the whole of it."""
@@ -45,8 +45,8 @@ class Grid:
         frames: of a video that a patch holds; a still picture is all of them.
         channels: of the pictures.
         least, most: pixels of a picture, or of each frame of a video; another one is scaled.
-        pace: places in time that a second of a video takes; None of a model that gives videos no time, which are not
-            read.
+        pace: places in time that a second of a video takes; None of a model that is told in the text when each of its
+            pictures is seen (Qwen3-VL).
     """
 
     patch: int
@@ -63,6 +63,11 @@ class Grid:
         names = ("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels")
         patch, merge, frames, channels = map(field, names)
         return cls(patch, merge, frames, channels, pace=field("tokens_per_second")) if merge is not None else None
+
+    @property
+    def told(self) -> bool:
+        """A video stands in a text as its pictures one by one, each behind its time."""
+        return self.pace is None
 
     @property
     def side(self) -> int:
@@ -89,6 +94,8 @@ class Grid:
         return down, across
 
 
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"
+"""The tokens round what stands for a video's picture that is told its time."""
 AROUND, WHOLE, BIGGEST = "<fake_token_around_image>", "<global-img>", 4096
 """The tokens round what stands for a part, and before those of the whole picture; pixels of the longer side at most."""
 ACROSS = 4

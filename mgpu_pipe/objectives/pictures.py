@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mgpu_pipe.data.batch_spec import Field
-from mgpu_pipe.data.image.grids import row_positions
+from mgpu_pipe.data.image.grids import row_positions, seen_apart
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS, Grid
 from mgpu_pipe.models.fields import picture_shape, places_of
@@ -208,8 +208,9 @@ class OwnSizes(Pictures):
         grid = Grid.of(lambda name: getattr(config.vision_config, name, None))
         assert grid is not None
         self.grid, self.most_tokens = grid, math.prod(MOST_PLACES)
-        if grid.pace is not None:
-            self.video, self.most_tokens = int(config.video_token_id), self.most_tokens * MOST_TIMES
+        self.video = int(config.video_token_id)
+        if not grid.told:
+            self.most_tokens *= MOST_TIMES
         self.fields = {
             "position_ids": Field(sequence_dim=2, counting=True, shape=(3,)),
             "grids": Field(sequence_dim=None, shape=(1, 3)),
@@ -218,8 +219,7 @@ class OwnSizes(Pictures):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         ids, pixels, grids = batch["input_ids"], batch["pixel_values"], batch["grids"]
-        if self.video is not None:
-            ids = ids.masked_fill(ids == self.video, self.token)
+        ids = ids.masked_fill(ids == self.video, self.token)
         positions = batch["position_ids"].transpose(0, 1)
         patches = grids.prod(-1)
         pixels = pixels[torch.arange(pixels.shape[1], device=pixels.device) < patches.sum(1, keepdim=True)]
@@ -250,7 +250,7 @@ class OwnSizes(Pictures):
                 given[grid] = self._patches([one.places for one in chosen]).to(ids.device)
         if pictures:
             kinds = (ids == self.token).int()
-            given["mm_token_type_ids"] = (kinds if self.video is None else kinds + 2 * (ids == self.video).int())[None]
+            given["mm_token_type_ids"] = (kinds + 2 * (ids == self.video).int())[None]
         if seconds := [one.seconds for one in pictures if one.seconds is not None]:
             given["second_per_grid_ts"] = torch.tensor(seconds, device=ids.device)
         return given
@@ -258,7 +258,7 @@ class OwnSizes(Pictures):
     def drawn(self, generator: torch.Generator) -> Picture:
         down, across = (int(torch.randint(1, most + 1, (), generator=generator)) for most in MOST_PLACES)
         times, seconds = 1, None
-        if self.video is not None:  # every other one is a video
+        if not self.grid.told:  # every other one is a video; else each of a video's times is as a picture
             times = int(torch.randint(0, MOST_TIMES + 1, (), generator=generator))
             times, seconds = max(times, 1), 1.0 if times else None
         patches = times * down * across * self.grid.merge**2
@@ -269,15 +269,16 @@ class OwnSizes(Pictures):
         return Picture(torch.zeros(self.grid.merge**2, self.grid.values), (1, 1, 1))
 
     def collated(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
-        grids = torch.zeros(len(rows), max(map(len, rows)), 3, dtype=torch.int64)
+        apart = [sum(one.places[0] if self.grid.told else 1 for one in pictures) for pictures in rows]
+        grids = torch.zeros(len(rows), max(apart), 3, dtype=torch.int64)
         amounts = [sum(len(one.values) for one in pictures) for pictures in rows]
         pixels = torch.zeros(len(rows), max(amounts), self.grid.values)
         positions = torch.empty(len(rows), 3, ids.shape[1], dtype=torch.int64)
         for row, pictures in enumerate(rows):
             places = np.array([one.places for one in pictures], np.int64).reshape(-1, 3)
-            steps = np.array([(self.grid.pace or 0) * (one.seconds or 0) for one in pictures], np.float32)
+            places, steps = seen_apart(self.grid, places, np.array([one.seconds or 0 for one in pictures], np.float64))
             positions[row] = torch.from_numpy(row_positions(self._placed(ids[row]).numpy(), places, steps))
-            grids[row, : len(pictures)] = self._patches(places)
+            grids[row, : len(places)] = self._patches(places)
             if pictures:
                 pixels[row, : amounts[row]] = torch.cat([one.values for one in pictures])
         return {"position_ids": positions, "grids": grids, "pixel_values": pixels}
@@ -297,7 +298,7 @@ class OwnSizes(Pictures):
 
     def _placed(self, ids: torch.Tensor) -> torch.Tensor:
         """Which tokens stand for pictures or videos."""
-        return ids == self.token if self.video is None else (ids == self.token) | (ids == self.video)
+        return (ids == self.token) | (ids == self.video)
 
     def _patches(self, places: Any) -> torch.Tensor:
         return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])

@@ -22,6 +22,7 @@ import torch
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.image.chat_rows import rows_of
 from mgpu_pipe.data.image.check import check_picture_chats
 from mgpu_pipe.data.image.clips import chosen_frames
 from mgpu_pipe.data.image.keys import PictureChatConfig
@@ -29,8 +30,10 @@ from mgpu_pipe.data.image.moving_shapes import CLIPS, FRAMES, SIDE, WAYS, moving
 from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.pictures import pictures_of
 from tests.objectives.test_vision_language import CLASS, said
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_pyav
@@ -69,14 +72,14 @@ def chats(folder: Path, *overrides: str, rows: list[dict[str, Any]] = ROWS) -> R
     return compose([*GIVEN, *given, *more, *steps, *shape, *overrides])[0]
 
 
-def of_transformers(name: str) -> Any:
+def of_transformers(name: str, family: str = "qwen2_vl") -> Any:
     """A function of transformers' video processor, whose module cannot be imported without torchvision."""
     found = find_spec("transformers")
     assert found is not None and found.origin is not None
-    file = Path(found.origin).parent / "models" / "qwen2_vl" / "video_processing_qwen2_vl.py"
+    file = Path(found.origin).parent / "models" / family / f"video_processing_{family}.py"
     functions = [one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.FunctionDef)]
     (own,) = [one for one in functions if one.name == name]
-    space: dict[str, Any] = {"torch": torch, "math": math}
+    space: dict[str, Any] = {"torch": torch, "math": math, "np": np}
     flags = __future__.annotations.compiler_flag
     exec(compile(ast.Module([own], []), str(file), "exec", flags, dont_inherit=True), space)
     return space[name]
@@ -121,6 +124,68 @@ def test_videos_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
     assert torch.equal(trained["pixel_values"], samples.batch(every, every)["pixel_values"])
 
 
+def test_pictures_of_a_video_that_are_told_their_times_are_those_of_transformers(tmp_path: Path) -> None:
+    """Qwen3-VL: tokens, positions and logits of each row."""
+    from transformers import AutoTokenizer, Qwen3VLProcessor
+
+    need_pyav()
+    config = chats(tmp_path, "model=qwen3_vl_tiny", "data.seq_len=240", "data.frames_per_second=1.5")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(ROWS))
+    batch = samples.batch(every, -1 - every)
+    model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").eval()
+    kind, tokenizer = pictures_of(model.config), AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    assert tokenizer.convert_tokens_to_ids("<|vision_start|>") is not None
+    # Five frames of a folder are three pairs, the last its own, and six of forty in a file three.
+    chosen = {"walk": (np.arange(5), 1.5, [3, 6, 8]), "run": (np.arange(6) * 39 / 5, 10.0, [3, 8, 4])}
+    shown = [["walk"], ["run"], ["still", "run"], ["walk", "still"], []]
+    processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    processor.video_token, processor.video_processor = "<video>", SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    processor.vision_start_token, processor.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    with torch.no_grad():
+        together = model(**kind.inputs(batch)).logits
+    template = chat_of(prepared.tokenizer_folder)
+    assert template is not None
+    for row, said_in in enumerate(rows_of(config.data, tmp_path / "chats.jsonl")):  # type: ignore[arg-type]
+        text, _ = template.conversation(said_in.text, said_in.origin, "messages")
+        grids: dict[str, list[Any]] = {"still": [], "video": []}
+        patches: dict[str, list[Any]] = {"still": [], "video": []}
+        given = dict[str, Any]()
+        at = 0
+        for name in shown[row]:
+            which = "still" if name == "still" else "video"
+            if which == "video":
+                indices, rate, grid = chosen[name]
+                facts = SimpleNamespace(frames_indices=indices.round().astype(int), fps=rate)
+                seen = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [facts]}
+                written = processor.replace_video_token(seen, 0)
+                text = text.replace("<video>", written.replace("<video>", "\0"), 1)
+            else:
+                grid = [1, 8, 8]
+                text = text.replace("<image>", "<image>" * 16, 1)
+            grids[which].append(grid)
+            patches[which].append(batch["pixel_values"][row, at : at + math.prod(grid)])
+            at += math.prod(grid)
+        ids = tokenizer(text.replace("\0", "<video>"), return_tensors="pt", add_special_tokens=False)["input_ids"]
+        length = ids.shape[1]
+        assert batch["input_ids"][row, :length].tolist() == ids[0].tolist()
+        kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+        for which, pixels, sizes in (
+            ("still", "pixel_values", "image_grid_thw"),
+            ("video", "pixel_values_videos", "video_grid_thw"),
+        ):
+            if grids[which]:
+                given |= {pixels: torch.cat(patches[which]), sizes: torch.tensor(grids[which])}
+        thw = [given.get(f"{one}_grid_thw") for one in ("image", "video")]
+        found, _ = model.model.get_rope_index(ids, kinds, *thw)
+        assert torch.equal(batch["position_ids"][row, :, :length], found[:, 0])
+        with torch.no_grad():
+            alone = model(input_ids=ids, mm_token_type_ids=kinds, **given).logits[0]
+        assert torch.allclose(together[row, :length], alone, rtol=0, atol=1e-5)
+    lengths = (samples._length, batch["input_ids"] != prepared.padding_token_id)
+    assert (lengths[0] - lengths[1].sum(1).numpy() <= 1).all(), "known before any is read"
+
+
 def test_frames_of_a_video_are_changed_alike(tmp_path: Path) -> None:
     need_pyav()
     config = chats(tmp_path, "data.shift=4", "data.turn=30", rows=ROWS[:1])
@@ -135,6 +200,9 @@ def test_frames_of_a_video_are_changed_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("total", "rate", "most"), [(40, 10.0, 768), (7, 30.0, 768), (300, 29.97, 9), (3, 5.0, 768)])
 def test_frames_are_chosen_as_transformers_chooses_them(total: int, rate: float, most: int) -> None:
+    own = SimpleNamespace(fps=2.0, min_frames=4, max_frames=most)
+    told = of_transformers("sample_frames", "qwen3_vl")(own, SimpleNamespace(total_num_frames=total, fps=rate))
+    assert chosen_frames(total, rate, PictureChatConfig(max_frames=most), 2, told=True)[0].tolist() == told.tolist()
     data = PictureChatConfig(max_frames=most)
     usual = SimpleNamespace(num_frames=None, fps=data.frames_per_second, temporal_patch_size=2, min_frames=4)
     usual.max_frames = most
@@ -184,9 +252,13 @@ def test_rows_that_do_not_hold_together_are_refused(tmp_path: Path, row: dict[st
 def test_a_model_that_is_given_no_videos_is_refused_before_the_run(cache: Path, tmp_path: Path) -> None:
     video_folder(tmp_path / "walk", frames_of(5))
     (tmp_path / "chats.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
-    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", "model=qwen3_vl_tiny")
+    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", "model=smolvlm_tiny")
+    given = (*given, "data.seq_len=64")
     out = " ".join(mgpu(cache, tmp_path, "check", *GIVEN, *given, code=2).split())
-    assert "has a video, which no model of qwen3_vl is given; use one of qwen2_5_vl" in out and "Traceback" not in out
+    assert (
+        "has a video, which no model of smolvlm is given; use one of qwen2_5_vl, qwen3_vl" in out
+        and "Traceback" not in out
+    )
 
 
 def test_without_pyav_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

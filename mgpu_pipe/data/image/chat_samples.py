@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.image.clips import StoredClips
 from mgpu_pipe.data.image.dataset import StoredPictures
-from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, row_positions
+from mgpu_pipe.data.image.grids import GridPixels, chat_pixels, row_positions, seen_apart
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.samples import SampleSet, Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
@@ -78,12 +78,12 @@ class PictureChatSamples:
         if isinstance(self._pixels, GridPixels):
             grid = self._pixels.grid
             patches = [np.concatenate(one) if one else np.zeros((0, grid.values), np.float32) for one in shown]
-            places = [self._places[self._of(index)] for index in indices.tolist()]
-            seconds = [self._all.seconds[self._all.pictures[self._of(index)]] for index in indices.tolist()]
-            steps = [((grid.pace or 0) * np.nan_to_num(one)).astype(np.float32) for one in seconds]
+            of = [self._of(index) for index in indices.tolist()]
+            seconds = [self._all.seconds[self._all.pictures[one]] for one in of]
+            apart = [seen_apart(grid, self._places[one], step) for one, step in zip(of, seconds, strict=True)]
             placed = np.isin(arrays["input_ids"], self._standing)
-            positions = [row_positions(*one) for one in zip(placed, places, steps, strict=True)]
-            grids = [one * (1, grid.merge, grid.merge) for one in places]
+            positions = [row_positions(tokens, *one) for tokens, one in zip(placed, apart, strict=True)]
+            grids = [places * (1, grid.merge, grid.merge) for places, _ in apart]
             arrays |= {"position_ids": np.stack(positions), "grids": _together(grids, (3,), np.int64)}
             arrays["pixel_values"] = _together(patches, (grid.values,))
         else:
@@ -115,6 +115,13 @@ class PictureChatSamples:
             arrays.append(self._pixels.clip(images))
         return arrays
 
+    def _times(self, index: int) -> list[tuple[float, ...]]:
+        """Those of the pictures of each video that are told in the text."""
+        things, grid = self._all.pictures[self._of(index)].tolist(), self._known.grid
+        if grid is None or not grid.told:
+            return [()] * len(things)
+        return [self._all.thing(one).times(grid.frames) for one in things]
+
     def images(self, index: int) -> list[list[Image]]:
         """The pictures of a conversation, as they are stored; of a video its frames."""
         channels, shown = self._pixels.channels, self._all.pictures[self._of(index)].tolist()
@@ -130,7 +137,8 @@ class PictureChatSamples:
         piece = slice(int(self._start[index]), int(self._end[index]))
         tokens = self._tokens[piece].astype(np.int64)
         at = np.flatnonzero(np.isin(tokens, self._standing))
-        many = [self._written.ids(*one) for one in zip(tokens[at], self._places[self._of(index)], strict=True)]
+        places, times = self._places[self._of(index)].tolist(), self._times(index)
+        many = [self._written.ids(*one) for one in zip(tokens[at].tolist(), places, times, strict=True)]
         often = np.ones(len(tokens), np.int64)
         often[at] = [len(one) for one in many]
         length = int(often.sum())

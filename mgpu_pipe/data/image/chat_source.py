@@ -36,7 +36,7 @@ from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.errors import DataError
 
-_FORMAT = 2
+_FORMAT = 3
 TRAINED = "no picture"
 """The key of questions without a picture. Its hash is one of the largest, so that they are trained on and not held
 out."""
@@ -49,6 +49,7 @@ class ChatSource:
     Attributes:
         plain: the configuration that reads :attr:`source`, whose messages are brought into one form.
         together: frames of a patch.
+        told: the model is told the times of a video's pictures.
         pictures: of each conversation what it shows, by their places in ``things``.
         things: pictures by their places in ``entries``, video files by theirs in ``clips``.
         entries: picture files, each once; empty for what is drawn here.
@@ -57,6 +58,7 @@ class ChatSource:
 
     plain: RunConfig
     together: int
+    told: bool
     source: Source
     pictures: list[tuple[int, ...]] = field(default_factory=list)
     origins: list[str] = field(default_factory=list)
@@ -75,9 +77,9 @@ class ChatSource:
         data = config.data
         assert isinstance(data, PictureChatConfig)
         plain = replace(config, data=replace(data, messages_column=COLUMN, format="messages"))
-        together = pixels.grid.frames if isinstance(pixels, GridPixels) else 1
+        together, told = (pixels.grid.frames, pixels.grid.told) if isinstance(pixels, GridPixels) else (1, False)
         if data.source in (QUESTIONS, SHAPES):
-            return cls._drawn_here(plain, together)
+            return cls._drawn_here(plain, together, told)
         paths = files.expand_paths(data.paths, key)
         known = fingerprints(paths, cache, progress)
 
@@ -90,7 +92,7 @@ class ChatSource:
         columns = (data.messages_column, data.image_column, data.video_column, data.format)
         content = digest_of("picture_chats", columns, [identity_of(path, known[path]) for path in paths])
         size = sum(known[path].size for path in paths)
-        found = cls(plain, together, Source(data.source, content, size, documents_of, "chat"))
+        found = cls(plain, together, told, Source(data.source, content, size, documents_of, "chat"))
         numbers, places = dict[tuple[Path, bool], int](), dict[Path, int]()
         for row in rows():
             check_rows(config, [row])
@@ -104,7 +106,7 @@ class ChatSource:
         return found
 
     @classmethod
-    def _drawn_here(cls, plain: RunConfig, together: int) -> Self:
+    def _drawn_here(cls, plain: RunConfig, together: int, told: bool) -> Self:
         name = plain.data.source
         if name == QUESTIONS:
             labels = [int(label) for label in read_digits(digits_file())[1]]
@@ -113,7 +115,8 @@ class ChatSource:
         else:
             _, asked = moving_shapes()
             firsts = range(0, len(asked) * FRAMES, FRAMES)
-            things = [Thing(tuple(range(first, first + FRAMES)), together * SECONDS) for first in firsts]
+            moments = tuple(at * SECONDS for at in range(FRAMES))
+            things = [Thing(tuple(range(one, one + FRAMES)), together * SECONDS, moments=moments) for one in firsts]
         documents = [
             Document(one.text, f"data.source={name}: {one.pair}", 1, key=one.pair if one.pictures else TRAINED)
             for one in asked
@@ -121,14 +124,14 @@ class ChatSource:
         content = digest_of(name, [(one.text, one.pictures) for one in asked])
         source = Source(name, content, len(asked), lambda: iter(documents), "chat")
         origins = [one.origin for one in documents]
-        return cls(plain, together, source, [one.pictures for one in asked], origins, things)
+        return cls(plain, together, told, source, [one.pictures for one in asked], origins, things)
 
     def _thing(self, path: Path, video: bool, origin: str, places: dict[Path, int]) -> Thing:
         """What a row names; ``places`` are those of its pictures among the entries."""
         if video and not path.is_dir():
             self.clips.append(path)
             return Thing((), 0.0, len(self.clips) - 1)
-        frames, seconds = [path], PICTURE
+        frames, seconds, moments = [path], PICTURE, list[float]()
         if video:
             data = self.plain.data
             assert isinstance(data, PictureChatConfig)
@@ -136,10 +139,11 @@ class ChatSource:
             if len(frames) < 2:
                 self.bad.append((str(path), ONE if frames else f"holds no pictures ({', '.join(SUFFIXES)})"))
                 return Thing((), 0.0)
-            chosen, seconds = chosen_frames(len(frames), data.frames_per_second, data, self.together)
-            frames = [frames[at] for at in chosen.tolist()]
+            rate = data.frames_per_second
+            chosen, seconds = chosen_frames(len(frames), rate, data, self.together, self.told)
+            frames, moments = [frames[at] for at in chosen.tolist()], (chosen / rate).tolist()
         self.entries.extend(Entry(one, "", origin) for one in frames if one not in places)
-        return Thing(tuple(places.setdefault(one, len(places)) for one in frames), seconds)
+        return Thing(tuple(places.setdefault(one, len(places)) for one in frames), seconds, moments=tuple(moments))
 
     def known(
         self, pixels: Pixels, tokenizer: TokenizerInfo, standing: list[int], cache: Path, progress: Progress
@@ -172,7 +176,7 @@ class ChatSource:
             for path, (_, height, width, _) in zip(stored.paths, stored.facts, strict=True):
                 bad += [] if all(pixels.grid.places(height, width)) else [(path, TOO_LONG)]
         say_bad(bad, data.on_bad_sample)
-        made = (pictures.name, clips.name, data.frames_per_second, data.max_frames, self.together)
+        made = (pictures.name, clips.name, data.frames_per_second, data.max_frames, self.together, self.told)
         shown = cache / "tokens" / f"{tokens.name}.shown-{digest_of(_FORMAT, *made)}"
         build_once(shown, partial(self._write, tokens, standing, things))
         return tokens, shown, pictures, clips
@@ -191,10 +195,10 @@ class ChatSource:
             at = -1 if one.clip < 0 else clip.get(str(self.clips[one.clip].absolute()), -1)
             if at >= 0:
                 total, _, _, rate = clips.facts[at]
-                chosen, seconds = chosen_frames(total, rate, data, self.together)
-                placed.append(Thing(tuple(chosen.tolist()), seconds, at))
+                chosen, seconds = chosen_frames(total, rate, data, self.together, self.told)
+                placed.append(Thing(tuple(chosen.tolist()), seconds, at, tuple((chosen / rate).tolist())))
             else:
-                placed.append(Thing(tuple(frames[number] for number in one.frames), one.seconds))
+                placed.append(replace(one, frames=tuple(frames[number] for number in one.frames), clip=-1))
         return placed
 
     def _uneven(self, things: list[Thing], pictures: Path) -> Iterator[tuple[str, str]]:

@@ -120,8 +120,13 @@ class PreparedPictureChats(PreparedRows):
 
     def more_tokens(self, split: Split) -> NDArray[np.int64]:
         """By how many tokens the pictures of each conversation of a split's folder make it longer."""
-        lengths = self.written().lengths(self.image_token_id, self.places_in(split))
-        return _summed(lengths - 1, self.shown_in(split).offsets)
+        written, shown, places = self.written(), self.shown_in(split), self.places_in(split)
+        lengths = written.lengths(self.image_token_id, places)
+        if self.grid is not None and self.grid.told and self.video_token_id is not None:
+            for at in np.flatnonzero(~np.isnan(shown.seconds[shown.pictures])):
+                times = shown.thing(int(shown.pictures[at])).times(self.grid.frames)
+                lengths[at] = len(written.ids(self.video_token_id, places[at].tolist(), times))
+        return _summed(lengths - 1, shown.offsets)
 
     def written(self) -> Written:
         """The tokens that stand for what is shown."""

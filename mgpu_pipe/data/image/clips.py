@@ -1,7 +1,7 @@
 """Video files: which of their frames the model sees, looking through them once, and decoding. Needs PyAV; no torch.
 
-Frames are chosen as transformers' Qwen2VLVideoProcessor chooses them. A file is given to the decoder as bytes that have
-the hashes of its first look; it may not name other files, nor be a list of them.
+Frames are chosen as transformers' Qwen2VLVideoProcessor and Qwen3VLVideoProcessor choose them. A file is given to the
+decoder as bytes that have the hashes of its first look; it may not name other files, nor be a list of them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,18 @@ def pyav() -> Any:
     return av
 
 
-def chosen_frames(total: int, rate: float, data: PictureChatConfig, together: int) -> tuple[NDArray[np.int64], float]:
+def chosen_frames(
+    total: int, rate: float, data: PictureChatConfig, together: int, told: bool = False
+) -> tuple[NDArray[np.int64], float]:
     """Which of ``total`` frames, ``rate`` a second, the model sees, and the seconds from one patch to the next.
 
     Args:
         together: frames of a patch.
+        told: as of :class:`Grid`: the last frame is among them, and they are as Qwen3VLVideoProcessor chooses them.
     """
+    if told:
+        number = min(max(int(total / rate * data.frames_per_second), FEWEST), data.max_frames, total)
+        return np.linspace(0, total - 1, number).round().astype(np.int64), together * total / (number * rate)
     most = min(data.max_frames, total) // together * together
     wanted = max(total / rate * data.frames_per_second, FEWEST)
     number = int(min(wanted, most)) // together * together or total
@@ -85,17 +91,23 @@ class StoredClips:
 
     def frames(self, place: int, numbers: Sequence[int], channels: int) -> list[Image]:
         """Frames of a file, in the model's channels."""
-        path, found = Path(self.paths[place]), dict[int, Any]()
+        path = Path(self.paths[place])
         try:
-            with _decoded(path, self._held[place]) as (_, frames):
-                for at, frame in enumerate(frames):
-                    if at in numbers:
-                        found[at] = _upright(frame).convert(MODES[channels])
-                    if at == numbers[-1]:
-                        break
+            return frames_of(path, self._held[place], numbers, channels)
         except ChangedFileError as error:
             raise DataError(f"{path}: changed since the videos were looked through; start the run again") from error
-        return [found[number] for number in numbers]
+
+
+def frames_of(path: Path, held: Fingerprint | None, numbers: Sequence[int], channels: int) -> list[Image]:
+    """Frames of a file, in ascending order."""
+    found = dict[int, Any]()
+    with _decoded(path, held) as (_, frames):
+        for at, frame in enumerate(frames):
+            if at in numbers:
+                found[at] = _upright(frame).convert(MODES[channels])
+            if at == numbers[-1]:
+                break
+    return [found[number] for number in numbers]
 
 
 def _build(
@@ -103,7 +115,7 @@ def _build(
 ) -> dict[str, Any]:
     workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
     looks = list(zip(paths, held, strict=True))
-    looked: Iterator[tuple[Any, ...] | str] = map(_look, looks)
+    looked: Iterator[tuple[Any, ...] | str] = map(_looked, looks)
     if len(looks) >= _POOL_FROM and workers > 1:
         told = "a process that looks at videos died (killed, or out of memory): use data.tokenize_workers=1"
         looked = work_in_order(looks, workers, _looker, (), ahead=2, what=told)
@@ -122,14 +134,16 @@ def _build(
 
 
 def _looker() -> Callable[[tuple[Path, Fingerprint | None]], tuple[Any, ...] | str]:
-    return _look
+    return _looked
 
 
-def _look(one: tuple[Path, Fingerprint | None]) -> tuple[int, int, int, float] | str:
-    """Frames, height, width and frames a second of a file that can be used, or why it cannot."""
+def _looked(one: tuple[Path, Fingerprint | None]) -> tuple[int, int, int, float] | str:
     path, held = one
-    if held is None:
-        return "is empty"
+    return "is empty" if held is None else look(path, held)
+
+
+def look(path: Path, held: Fingerprint | None = None) -> tuple[int, int, int, float] | str:
+    """Frames, height, width and frames a second of a file that can be used, or why it cannot."""
     try:
         with _decoded(path, held) as (stream, frames):
             sizes = [_size(frame) for frame in frames]
@@ -144,7 +158,7 @@ def _look(one: tuple[Path, Fingerprint | None]) -> tuple[int, int, int, float] |
 
 
 @contextmanager
-def _decoded(path: Path, held: Fingerprint) -> Iterator[tuple[Any, Iterator[Any]]]:
+def _decoded(path: Path, held: Fingerprint | None) -> Iterator[tuple[Any, Iterator[Any]]]:
     """A file's first video stream, and its frames.
 
     Raises:

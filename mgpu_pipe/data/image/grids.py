@@ -169,6 +169,22 @@ def places_of_shapes(grid: Grid | Parts, shapes: NDArray[np.int64]) -> NDArray[n
     return found[which.reshape(-1)]
 
 
+def seen_apart(
+    grid: Grid, places: NDArray[np.int64], seconds: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Places in time, down and across, and the places from each time to the next, as of :func:`row_positions`; of each
+    time of a video where these stand apart in a row.
+
+    Args:
+        seconds: from each time to the next; nan of a picture.
+    """
+    if grid.pace is not None:
+        return places, (grid.pace * np.nan_to_num(seconds)).astype(np.float32)
+    apart = np.repeat(places, places[:, 0], axis=0)
+    apart[:, 0] = 1
+    return apart, np.zeros(len(apart), np.float32)
+
+
 def row_positions(
     pictures: NDArray[np.bool_], places: NDArray[np.int64], steps: NDArray[np.float32]
 ) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 In the cache a folder with arrays: conversation ``c`` shows the things ``pictures[offsets[c] : offsets[c + 1]]``, and
 thing ``t`` has the frames ``frames[starts[t] : starts[t + 1]]``: of pictures, by their places in the pictures' folder,
 -1 for one that cannot be used, or of the video file ``clips[t]`` by their numbers, where that is not -1. ``seconds`` is
-from one patch of a video to the next, and nan for a picture.
+from one patch of a video to the next, and nan for a picture; ``moments`` are the seconds at which frames are seen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.families.pictures import Grid, Parts
 
-NAMES = ("offsets", "pictures", "starts", "frames", "clips", "seconds")
+NAMES = ("offsets", "pictures", "starts", "frames", "clips", "seconds", "moments")
 PICTURE = float("nan")
 
 
@@ -31,15 +31,22 @@ class Thing:
         frames: places of pictures, or numbers of frames of a file.
         seconds: from one patch of a video to the next.
         clip: that file's place.
+        moments: of a video, when each of its frames is seen, in seconds.
     """
 
     frames: tuple[int, ...]
     seconds: float = PICTURE
     clip: int = -1
+    moments: tuple[float, ...] = ()
 
     @property
     def is_video(self) -> bool:
         return self.seconds == self.seconds
+
+    def times(self, together: int) -> tuple[float, ...]:
+        """When each patch of so many frames is seen: between its first and its last."""
+        patches = [self.moments[at : at + together] for at in range(0, len(self.moments), together)]
+        return tuple((one[0] + one[-1]) / 2 for one in patches)
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,17 @@ class Shown:
     frames: NDArray[np.int64]
     clips: NDArray[np.int64]
     seconds: NDArray[np.float64]
+    moments: NDArray[np.float64]
 
     @classmethod
     def open(cls, folder: Path) -> Shown:
         return cls(*(load_array(folder / f"{name}.npy") for name in NAMES))
 
     def thing(self, number: int) -> Thing:
-        frames = self.frames[self.starts[number] : self.starts[number + 1]]
-        return Thing(tuple(frames.tolist()), float(self.seconds[number]), int(self.clips[number]))
+        piece = slice(int(self.starts[number]), int(self.starts[number + 1]))
+        seconds, moments = float(self.seconds[number]), self.moments[piece].tolist()
+        seen = tuple(moments) if seconds == seconds else ()
+        return Thing(tuple(self.frames[piece].tolist()), seconds, int(self.clips[number]), seen)
 
     def places(self, grid: Grid | Parts, pictures: NDArray[np.int64], clips: NDArray[np.int64]) -> NDArray[np.int64]:
         """Places in time, down and across of each thing, (things, 3); zeros for one that cannot be used.
@@ -97,6 +107,7 @@ def write_shown(out: Path, conversations: Sequence[Sequence[int]], things: Seque
         "frames": ([frame for one in things for frame in one.frames], np.int64),
         "clips": ([one.clip for one in things], np.int64),
         "seconds": ([one.seconds for one in things], np.float64),
+        "moments": ([at for one in things for at in one.moments or [PICTURE] * len(one.frames)], np.float64),
     }
     for name, (values, dtype) in arrays.items():
         save_array(out / f"{name}.npy", np.array(values, dtype))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.families.pictures import Parts
+from mgpu_pipe.families.pictures import BEGIN, END, Parts
 
 
 class Written:
@@ -21,25 +22,30 @@ class Written:
 
     def __init__(self, tokenizer: Path, parts: Parts | None) -> None:
         self._folder, self._parts = tokenizer, parts
-        self._known: dict[tuple[int, ...], NDArray[np.int64]] = {}
+        self._known: dict[tuple[Any, ...], NDArray[np.int64]] = {}
 
-    def ids(self, token: int, places: Sequence[int]) -> NDArray[np.int64]:
+    def ids(self, token: int, places: Sequence[int], times: Sequence[float] = ()) -> NDArray[np.int64]:
         """The tokens; none for what cannot be used.
 
         Args:
             token: that stands for it.
             places: in time, down and across; of parts their number.
+            times: of a video whose pictures are each told theirs.
         """
-        if self._parts is None or not all(places):
+        if not all(places) or (self._parts is None and not times):
             return np.full(int(np.prod(places)), token, np.int64)
-        key = (token, *map(int, places))
+        key = (token, *map(int, places), *times)
         if key not in self._known:
             from tokenizers import Tokenizer
 
             tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
             place = tokenizer.id_to_token(token)
             assert place is not None, "it wrote it"
-            text = self._parts.text(place, *key[-2:])
+            if self._parts is None:
+                each = f"{BEGIN}{place * int(places[1] * places[2])}{END}"
+                text = "".join(f"<{time:.1f} seconds>{each}" for time in times)
+            else:
+                text = self._parts.text(place, int(places[1]), int(places[2]))
             self._known[key] = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
         return self._known[key]
 

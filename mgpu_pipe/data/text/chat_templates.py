@@ -15,7 +15,7 @@ from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.pictures import PLACED, SEE_PARTS, SEE_VIDEOS
+from mgpu_pipe.families.pictures import BEGIN, END, PLACED, SEE_PARTS, SEE_VIDEOS
 
 LARGEST_TEMPLATE = 1 << 20
 """Bytes; real ones have some thousand."""
@@ -52,9 +52,9 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
         return None
     place: tuple[str, ...] = (PLACE,) if config.data.source in PICTURE_CHAT_SOURCES else ()
     if place:
-        place = {**dict.fromkeys(SEE_VIDEOS, (PLACE, VIDEO)), **dict.fromkeys(SEE_PARTS, (PLACE, *PLACED))}.get(
-            str(config.model.type), place
-        )
+        known = {**dict.fromkeys(SEE_VIDEOS, (PLACE, VIDEO)), **dict.fromkeys(SEE_PARTS, (PLACE, *PLACED))}
+        known["qwen3_vl"] = (PLACE, VIDEO, BEGIN, END)
+        place = known.get(str(config.model.type), place)
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))
