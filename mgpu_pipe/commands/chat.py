@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.load import LoadedRun
 
 HELP = (
-    "/image FILE shows a picture with the next question, /system TEXT says how to answer, /reset forgets what was "
-    "said, /save FILE keeps it, /exit (or Ctrl-D) ends"
+    "/image FILE shows a picture with the next question, /video FILE a video, /system TEXT says how to answer, "
+    "/reset forgets what was said, /save FILE keeps it, /exit (or Ctrl-D) ends"
 )
 
 
@@ -53,8 +53,9 @@ def _chat(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.sight import Sight, with_places
     from mgpu_pipe.inference.spoken import Spoken
 
-    images, shown = list(arguments.image), 0  # pictures, and how many of them were asked about
-    Sight.of(run, images)
+    images, videos = list(arguments.image), list(arguments.video)
+    shown = (0, 0)  # how many of them were asked about
+    Sight.of(run, images, videos)
     tokenizer, terminal = run.tokenizer(), sys.stdin.isatty()
     begin = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     messages = list(begin)
@@ -65,9 +66,11 @@ def _chat(arguments: argparse.Namespace) -> None:
         if word in ("/exit", "/quit"):
             return
         if word == "/reset":
-            messages, images, shown = list(begin), [], 0
+            messages, images, videos, shown = list(begin), [], [], (0, 0)
         elif word == "/image":
-            images = _with_image(run, images, rest.strip())
+            images = _with(run, images, rest.strip())
+        elif word == "/video":
+            videos = _with(run, videos, rest.strip(), video=True)
         elif word == "/system":
             begin = [{"role": "system", "content": rest.strip()}] if rest.strip() else []
             messages = begin + [message for message in messages if message["role"] != "system"]
@@ -76,7 +79,8 @@ def _chat(arguments: argparse.Namespace) -> None:
         elif word.startswith("/"):
             print(f"no such word: {word}; {HELP}", file=sys.stderr)
         elif word:
-            asked = [*messages, {"role": "user", "content": with_places(line.strip(), len(images) - shown)}]
+            new = len(images) - shown[0], len(videos) - shown[1]
+            asked = [*messages, {"role": "user", "content": with_places(line.strip(), *new)}]
             try:
                 [answer] = generate_text(
                     run.model,
@@ -89,26 +93,28 @@ def _chat(arguments: argparse.Namespace) -> None:
                     top_p=arguments.top_p,
                     seed=arguments.seed + number,
                     streamer=Spoken(tokenizer),
-                    sight=Sight.of(run, images),
+                    sight=Sight.of(run, images, videos),
                 )
             except BadInputError as error:
                 print(f"{error}; /reset begins anew", file=sys.stderr)
             except KeyboardInterrupt:
                 print("\n(broken off: the question is forgotten)", file=sys.stderr)
             else:
-                messages, shown = [*asked, {"role": "assistant", "content": answer}], len(images)
+                messages = [*asked, {"role": "assistant", "content": answer}]
+                shown = len(images), len(videos)
 
 
-def _with_image(run: LoadedRun, images: list[Path], name: str) -> list[Path]:
-    """``images`` and one more, where it can be shown."""
+def _with(run: LoadedRun, files: list[Path], name: str, video: bool = False) -> list[Path]:
+    """``files`` and one more, where it can be shown."""
     from mgpu_pipe.inference.sight import Sight
 
+    one = [Path(name)]
     try:
-        Sight.of(run, [Path(name)])
+        Sight.of(run, *([], one) if video else (one,))
     except BadInputError as error:
         print(error, file=sys.stderr)
-        return images
-    return [*images, Path(name)]
+        return files
+    return [*files, *one]
 
 
 def _line(terminal: bool) -> str | None:

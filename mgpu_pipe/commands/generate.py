@@ -57,14 +57,14 @@ def _generate(arguments: argparse.Namespace) -> None:
     texts = generate_text(
         run.model,
         run.tokenizer(),
-        [with_places(prompt, len(arguments.image)) for prompt in prompts],
+        [with_places(prompt, len(arguments.image), len(arguments.video)) for prompt in prompts],
         chat=chat,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        sight=Sight.of(run, arguments.image),
+        sight=Sight.of(run, arguments.image, arguments.video),
     )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:

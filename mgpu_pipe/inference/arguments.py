@@ -41,9 +41,11 @@ def takes_target(parser: argparse.ArgumentParser) -> None:
 
 
 def takes_images(parser: argparse.ArgumentParser) -> None:
-    """The argument of a verb that shows the model pictures."""
+    """The arguments of a verb that shows the model pictures and videos."""
     told = "a picture, for models that see; repeatable; <image> in the text says where, else it stands in front"
     parser.add_argument("--image", action="append", type=Path, default=[], metavar="FILE", help=told)
+    told = "a video, a file or a folder of frames, likewise; <video> in the text says where"
+    parser.add_argument("--video", action="append", type=Path, default=[], metavar="FILE", help=told)
 
 
 def takes_device(parser: argparse.ArgumentParser) -> None:

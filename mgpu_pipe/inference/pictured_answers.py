@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from mgpu_pipe.data.image.chat_samples import PictureChatSamples
 from mgpu_pipe.data.image.chats import PreparedPictureChats
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.chat import SEEN, ChatTemplate
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.objectives.pictures import pictures_of
 
 if TYPE_CHECKING:
@@ -28,8 +31,9 @@ that are shown, and questions of a forward pass."""
 
 
 def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: PreTrainedModel) -> list[dict[str, str]]:
-    """Some held-out conversations, those first that the model gets wrong: the text, its answer token by token behind
-    the right one, and the pictures side by side as PNG. Of a sharded model a collective call.
+    """Some held-out conversations, those first that the model gets wrong: the question without what the chat template
+    writes around it, the answer token by token behind the right one, and the pictures side by side as PNG. Of a sharded
+    model a collective call.
     """
     from mgpu_pipe.inference.generation import load_tokenizer
 
@@ -43,9 +47,10 @@ def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: Pre
     was_training, device = model.training, next(model.parameters()).device
     found = list[tuple[str, str, str, int]]()
 
-    def text(ids: torch.Tensor) -> str:
-        return " ".join(str(tokenizer.decode(ids.tolist(), skip_special_tokens=True)).split())
+    def text(ids: Any) -> str:
+        return " ".join(str(tokenizer.decode(ids, skip_special_tokens=True)).split())
 
+    before, after = _around(chat_of(prepared.tokenizer_folder), lambda said: text(tokenizer(said)["input_ids"]))
     model.eval()
     try:
         for at in range(0, len(chosen), AT_ONCE):
@@ -55,11 +60,10 @@ def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: Pre
                 logits = model(**kind.inputs({name: value.to(device) for name, value in batch.items()})).logits
             best = logits.argmax(-1).cpu()
             for row, index in enumerate(indices.tolist()):
-                ids, labels = batch["input_ids"][row], batch["labels"][row]
+                labels = batch["labels"][row]
                 answered = labels != IGNORE_INDEX
-                asked = ids[: int(answered.nonzero()[0]) + 1]
-                asked = asked[~torch.isin(asked, torch.tensor(prepared.standing))]
-                found.append((text(asked), text(labels[answered]), text(best[row][answered]), index))
+                question = text(samples.asked(index)).removeprefix(before).removesuffix(after).strip()
+                found.append((question, text(labels[answered]), text(best[row][answered]), index))
     finally:
         model.train(was_training)
     found.sort(key=lambda one: one[1] == one[2])
@@ -71,6 +75,15 @@ def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: Pre
         }
         for asked, right, answer, index in found[:SHOWN]
     ]
+
+
+def _around(chat: ChatTemplate | None, plain: Callable[[str], str]) -> tuple[str, str]:
+    """What a chat template writes before a question and behind it, as people read it; nothing where it wants more."""
+    try:
+        parts = chat.prompt([{"role": "user", "content": SEEN}]).split(SEEN) if chat is not None else []
+    except BadInputError:
+        parts = []
+    return (plain(parts[0]), plain(parts[1])) if len(parts) == 2 else ("", "")
 
 
 def _png(images: Sequence[Image]) -> str:

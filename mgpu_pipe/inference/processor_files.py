@@ -10,15 +10,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.data.image.clips import FEWEST
 from mgpu_pipe.data.image.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.image.keys import PictureChatConfig
 from mgpu_pipe.data.image.parts import PartPixels
 from mgpu_pipe.data.text.conversations import PLACE
-from mgpu_pipe.families.pictures import WITHOUT_SUMMARY
+from mgpu_pipe.families.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
 from mgpu_pipe.inference.load import StoredModel
 from mgpu_pipe.models.fields import places_of
 
-PICTURES, ALL = "preprocessor_config.json", "processor_config.json"
+PICTURES, VIDEOS, ALL = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """Pillow's numbers."""
 
@@ -26,7 +27,7 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 def write_processor(stored: StoredModel, out: Path) -> None:
     """Write what prepares pictures as the run did, or copy the files of the folder that the model was made from."""
     if stored.maker is not None:
-        for name in (PICTURES, ALL):
+        for name in (PICTURES, VIDEOS, ALL):
             if (stored.maker / name).is_file():
                 shutil.copyfile(stored.maker / name, out / name)
         return
@@ -35,6 +36,8 @@ def write_processor(stored: StoredModel, out: Path) -> None:
     pixels, model = chat_pixels(stored.config.data, stored.config.model), stored.model.config
     if isinstance(pixels, GridPixels):  # its processor as a whole wants torchvision, and tokens of its own
         _write(out / PICTURES, _of_grid(pixels))
+        if model.model_type in SEE_VIDEOS:
+            _write(out / VIDEOS, _of_videos(pixels, stored.config.data))
         return
     kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
     if isinstance(pixels, PartPixels):
@@ -82,6 +85,19 @@ def _of_grid(pixels: GridPixels) -> dict[str, Any]:
         "image_std": list(pixels.std),
         "do_convert_rgb": pixels.channels == 3,
     }
+
+
+def _of_videos(pixels: GridPixels, data: PictureChatConfig) -> dict[str, Any]:
+    grid, frames = pixels.grid, {"fps": data.frames_per_second, "min_frames": FEWEST, "max_frames": data.max_frames}
+    common = {**_of_grid(pixels), **frames, "do_sample_frames": True, "cap_pixels_per_frame": grid.told}
+    del common["image_processor_type"]
+    if not grid.told:
+        return {"video_processor_type": "Qwen2VLVideoProcessor", **common}
+    most = {  # it bounds a video, and each frame by a number of places
+        "size": {"shortest_edge": grid.least, "longest_edge": grid.most * data.max_frames},
+        "max_video_tokens": grid.most // grid.side**2,
+    }
+    return {"video_processor_type": "Qwen3VLVideoProcessor", **common, **most}
 
 
 def _of_parts(pixels: PartPixels, kind: str) -> dict[str, Any]:

@@ -43,11 +43,13 @@ class Picture:
         values: of those of one size the picture or its parts, (parts, channels, height, width); else patches.
         places: in time, down and across, in the language model's row.
         seconds: from each time of a video to the next; None of a picture.
+        times: of a video, where the text tells them.
     """
 
     values: torch.Tensor
     places: tuple[int, int, int]
     seconds: float | None = None
+    times: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -208,7 +210,7 @@ class OwnSizes(Pictures):
         grid = Grid.of(lambda name: getattr(config.vision_config, name, None))
         assert grid is not None
         self.grid, self.most_tokens = grid, math.prod(MOST_PLACES)
-        self.video = int(config.video_token_id)
+        self.video = self._video = int(config.video_token_id)
         if not grid.told:
             self.most_tokens *= MOST_TIMES
         self.fields = {
@@ -219,7 +221,7 @@ class OwnSizes(Pictures):
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         ids, pixels, grids = batch["input_ids"], batch["pixel_values"], batch["grids"]
-        ids = ids.masked_fill(ids == self.video, self.token)
+        ids = ids.masked_fill(ids == self._video, self.token)
         positions = batch["position_ids"].transpose(0, 1)
         patches = grids.prod(-1)
         pixels = pixels[torch.arange(pixels.shape[1], device=pixels.device) < patches.sum(1, keepdim=True)]
@@ -240,19 +242,24 @@ class OwnSizes(Pictures):
         }
 
     def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
-        given: dict[str, Any] = {"input_ids": ids[None]}
+        given: dict[str, Any] = {"input_ids": ids[None], **self.in_two(pictures)}
+        if pictures:
+            kinds = (ids == self.token).int()
+            given["mm_token_type_ids"] = (kinds + 2 * (ids == self._video).int())[None]
+        if seconds := [one.seconds for one in pictures if one.seconds is not None]:
+            given["second_per_grid_ts"] = torch.tensor(seconds, device=ids.device)
+        return given
+
+    def in_two(self, pictures: Sequence[Picture]) -> dict[str, torch.Tensor]:
+        """Pictures and videos as arguments of their own."""
+        given = {}
         for pixels, grid, videos in (
             ("pixel_values", "image_grid_thw", False),
             ("pixel_values_videos", "video_grid_thw", True),
         ):
             if chosen := [one for one in pictures if (one.seconds is not None) == videos]:
                 given[pixels] = torch.cat([one.values for one in chosen])
-                given[grid] = self._patches([one.places for one in chosen]).to(ids.device)
-        if pictures:
-            kinds = (ids == self.token).int()
-            given["mm_token_type_ids"] = (kinds + 2 * (ids == self.video).int())[None]
-        if seconds := [one.seconds for one in pictures if one.seconds is not None]:
-            given["second_per_grid_ts"] = torch.tensor(seconds, device=ids.device)
+                given[grid] = self._patches([one.places for one in chosen]).to(given[pixels].device)
         return given
 
     def drawn(self, generator: torch.Generator) -> Picture:
@@ -298,7 +305,7 @@ class OwnSizes(Pictures):
 
     def _placed(self, ids: torch.Tensor) -> torch.Tensor:
         """Which tokens stand for pictures or videos."""
-        return (ids == self.token) | (ids == self.video)
+        return (ids == self.token) | (ids == self._video)
 
     def _patches(self, places: Any) -> torch.Tensor:
         return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])

@@ -7,10 +7,12 @@ from __future__ import annotations
 import __future__
 
 import ast
+import io
 import json
 import math
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,13 +33,16 @@ from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from mgpu_pipe.inference.generation import encode
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.pictures import pictures_of
 from tests.objectives.test_vision_language import CLASS, said
+from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_pyav
 from tests.support.pictures import noise, stored
+from tests.support.sampling import one_in
 from tests.support.videos import frames_of, strange_videos, video_file, video_folder
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off")
@@ -297,4 +302,83 @@ def test_four_steps_of_the_experiment_show_frames_beside_answers(cache: Path, tm
     folder = run_folder(mgpu(cache, tmp_path, "experiment=video_shapes", *short, "scheduler.warmup_steps=1"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and 0 <= summary["metrics"]["val/exact_match"] <= 1
-    assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:image/png;base64,') >= 12
+    report = (folder / "report.html").read_text(encoding="utf-8")
+    assert report.count('src="data:image/png;base64,') >= 12
+    assert not re.search(r"user (Which|Where)|[?] assistant", report), "the question alone"
+    assert len(re.findall(r"Which way does the|Where does the", report)) >= 12
+
+
+run = partial(small_runs.run, chats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "name"), one_in(2, [("qwen3_vl", "Qwen3VL"), ("qwen25_vl", "Qwen2_5_VL")]))
+def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, name: str
+) -> None:
+    import transformers
+
+    from mgpu_pipe.cli import main
+    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.sight import Sight
+
+    need_pyav()
+    run(tmp_path / "run", 1, f"model={model}_tiny", "strategy=single", "data.seq_len=240", "data.max_frames=4")
+    loaded = load_run(tmp_path / "run")
+    still, walk, film = (tmp_path / one for one in ("still.png", "walk", "run.mkv"))
+    sight = Sight.of(loaded, [still], [walk, film])
+    assert sight is not None and loaded.config is not None
+    # A prompt's inputs are those of the row that is trained on, whose questions are the second half of these.
+    prepared: Any = prepare(loaded.config)
+    samples, template = prepared.open(loaded.config, "train"), chat_of(prepared.tokenizer_folder)
+    assert template is not None
+    asked = [{"role": "user", "content": "<video><image>?"}]
+    one = Sight.of(loaded, [still], [walk])
+    assert one is not None
+    ids = one.expanded(encode(loaded.tokenizer(), asked, template))
+    row = samples.batch(np.array([3]), np.array([-1]))
+    assert row["input_ids"][0, : len(ids)].tolist() == ids
+    given = one.inputs([ids], torch.device("cpu"))
+    assert torch.equal(given["position_ids"][:, 0], row["position_ids"][0, :, : len(ids)])
+    patches = torch.cat([given["pixel_values_videos"], given["pixel_values"]])
+    assert torch.equal(patches, row["pixel_values"][0, : len(patches)])
+    told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
+    shown = ["--image", str(still), "--video", str(walk), "--video", str(film)]
+    question = "Is <video> or <image> like <video>?"
+    assert main(["generate", str(tmp_path / "run"), *told, "--prompt", question, *shown]) == 0
+    answer = capsys.readouterr().out.strip()
+    talk = f"/video {tmp_path}/gone.mkv\n/image {still}\n/video {walk}\n/video {film}\n{question}\n/exit\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(talk))
+    assert main(["chat", str(tmp_path / "run"), *told]) == 0
+    spoken = capsys.readouterr()
+    assert spoken.out.startswith(answer) and "gone.mkv: there is no such file or folder" in spoken.err
+    assert main(["generate", str(tmp_path / "run"), *told, "--prompt", "<video>", "--image", str(still)]) == 2
+    assert "the prompt has 1 places for 0 videos" in capsys.readouterr().err
+    # transformers' own model writes the same, making its positions itself.
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    exported = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path / "out")
+    ids = sight.expanded(encode(loaded.tokenizer(), [{"role": "user", "content": question}], template))
+    plain = sight.kind.alone(torch.tensor(ids), [sight.videos[0], sight.pictures[0], sight.videos[1]], 0)
+    if name == "Qwen3VL":
+        del plain["second_per_grid_ts"]  # its text tells the times
+    wrote = exported.generate(**plain, max_new_tokens=8, do_sample=False)[0][len(ids) :]
+    assert loaded.tokenizer().decode(wrote, skip_special_tokens=True).strip() == answer
+    how = json.loads((tmp_path / "out" / "video_preprocessor_config.json").read_text())
+    assert how["video_processor_type"] == f"{'Qwen3VL' if name == 'Qwen3VL' else 'Qwen2VL'}VideoProcessor"
+    assert (how["fps"], how["max_frames"], how["patch_size"]) == (2.0, 4, 2)
+    if name == "Qwen3VL":
+        smart = of_transformers("smart_resize", "qwen3_vl")
+        for height, width in ((18, 10), (300, 40)):  # a smaller one is scaled up frame by frame here
+            most = min(how["max_video_tokens"] * 16, how["size"]["longest_edge"] // 4)
+            sides = smart(4, height, width, 2, 4, how["size"]["shortest_edge"], max(most, 1) * 4)
+            assert [side // 4 for side in sides] == list(prepared.grid.places(height, width))
+
+
+def test_a_model_that_sees_no_videos_is_shown_none(tmp_path: Path) -> None:
+    from mgpu_pipe.inference.sight import Sight
+
+    small = compose([*GIVEN, "model=llava_tiny", "data=picture_chats", "data.paths=[x]", "data.seq_len=64"])[0]
+    model = build_meta(small.model, CLASS)
+    loaded: Any = SimpleNamespace(model=model, config=small, tokenizer_folder=tmp_path, source=tmp_path)
+    with pytest.raises(BadInputError, match=r"--video=walk: LlavaForConditionalGeneration sees no videos"):
+        Sight.of(loaded, [], [Path("walk")])

@@ -122,6 +122,12 @@ class PictureChatSamples:
             return [()] * len(things)
         return [self._all.thing(one).times(grid.frames) for one in things]
 
+    def asked(self, index: int) -> list[int]:
+        """The tokens of a conversation before its first answer, without those of pictures."""
+        piece = slice(int(self._start[index]), int(self._end[index]))
+        tokens = self._tokens[piece][: int(np.flatnonzero(self._mask[piece] & TRAINED)[0])]
+        return [int(one) for one in tokens[~np.isin(tokens, self._standing)]]
+
     def images(self, index: int) -> list[list[Image]]:
         """The pictures of a conversation, as they are stored; of a video its frames."""
         channels, shown = self._pixels.channels, self._all.pictures[self._of(index)].tolist()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.families.pictures import BEGIN, END, Parts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Written:
@@ -22,6 +25,7 @@ class Written:
 
     def __init__(self, tokenizer: Path, parts: Parts | None) -> None:
         self._folder, self._parts = tokenizer, parts
+        self._read: Tokenizer | None = None
         self._known: dict[tuple[Any, ...], NDArray[np.int64]] = {}
 
     def ids(self, token: int, places: Sequence[int], times: Sequence[float] = ()) -> NDArray[np.int64]:
@@ -36,9 +40,7 @@ class Written:
             return np.full(int(np.prod(places)), token, np.int64)
         key = (token, *map(int, places), *times)
         if key not in self._known:
-            from tokenizers import Tokenizer
-
-            tokenizer = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+            tokenizer = self._tokenizer()
             place = tokenizer.id_to_token(token)
             assert place is not None, "it wrote it"
             if self._parts is None:
@@ -48,6 +50,17 @@ class Written:
                 text = self._parts.text(place, int(places[1]), int(places[2]))
             self._known[key] = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
         return self._known[key]
+
+    def knows(self, token: int) -> bool:
+        """Whether the tokenizer writes it."""
+        return self._tokenizer().id_to_token(token) is not None
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._read is None:
+            from tokenizers import Tokenizer
+
+            self._read = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        return self._read
 
     def lengths(self, token: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many tokens stand for each, (pictures,)."""
