@@ -13,6 +13,7 @@ NAMES = (
     "step_overhead",
     "step_time",
     "packed_rows",
+    "loss_head",
     "data_pipeline",
     "image_audio_loading",
     "data_parallel_bytes",
