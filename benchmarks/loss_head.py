@@ -1,8 +1,8 @@
-"""The loss head of a large vocabulary: memory beside the weight's gradient over naive logits, time over torch's fused one.
+"""The loss head of a large vocabulary: its buffers over naive logits, its time over torch's own in chunks.
 
 Three heads of the same hidden states, weight and labels, forward and backward: ours, in chunks; torch's
-``linear_cross_entropy`` in chunks; and whole logits. ``python -m benchmarks.loss_head``. On the CPU in fp32, on a GPU in
-bf16 with 16,384 tokens and a width of 2,048.
+``linear_cross_entropy`` in chunks; and whole logits. On the CPU in fp32, on a GPU in bf16 with 16,384 tokens
+and a width of 2,048. ``python -m benchmarks.loss_head``.
 
 - *buffers*: the most that tensors took at once, without the gradients of the weight and of the hidden states (not of
   whole logits on the CPU, whose 16,384 rows take 25 GB);
