@@ -50,6 +50,7 @@ bench: $(BENCHMARKS)
 bench-gpu: $(BENCHMARKS)
 	$(BIN)/python -m benchmarks.gpu_step
 	$(BIN)/python -m benchmarks.one_rank
+	$(BIN)/python -m benchmarks.loss_head
 
 demos: $(DEVELOPMENT)
 	$(BIN)/python -m benchmarks.demos
