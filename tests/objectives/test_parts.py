@@ -212,7 +212,7 @@ def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str,
         chat_pixels(config.data, config.model)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
