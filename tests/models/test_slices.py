@@ -63,7 +63,7 @@ def test_every_rank_reads_its_own_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "kind"),
     [
-        ({"intermediate_size": 64}, "another shape"),
+        ({"num_key_value_heads": 4}, "another shape"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "unexpected"),
     ],
