@@ -203,7 +203,7 @@ def find(root: Path, name: str) -> Store:
     folder = given if (given / ASKED).is_file() else root / SWEEPS / name
     if not (folder / ASKED).is_file():
         there = ", ".join(path.name for path in _folders(root)[-5:])
-        fix = f"use one of {there}" if there else "there is none"
+        fix = f"use one of {there}" if there else "none has been run yet"
         raise BadInputError(f"{name}: no such sweep below {root}; {fix} (run.root=<folder> says where)")
     return Store(folder.absolute())
 

@@ -116,7 +116,7 @@ class PictureChatSamples:
         return arrays
 
     def _times(self, index: int) -> list[tuple[float, ...]]:
-        """Those of the pictures of each video that are told in the text."""
+        """Of each video the seconds of its frames, where the family writes them into the text; else nothing."""
         things, grid = self._all.pictures[self._of(index)].tolist(), self._known.grid
         if grid is None or not grid.told:
             return [()] * len(things)

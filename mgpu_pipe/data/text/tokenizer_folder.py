@@ -155,7 +155,7 @@ def json_file(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a folder with a file that no library should open, or with JSON that is none.
+    """Refuse a folder that holds a link or a pipe, or JSON that cannot be read.
 
     Raises:
         NotPlainError: something in it is no plain file of its own.
