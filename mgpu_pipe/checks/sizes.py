@@ -6,7 +6,7 @@ from mgpu_pipe.checks.model import model_fields, sequence_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
-from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
@@ -20,7 +20,7 @@ def size_errors(config: RunConfig) -> list[BadInputError]:
         try:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-            errors += _router_errors(config)
+            errors += [*_router_errors(config), *_reduction_errors(config, dims, plan)]
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
         except ConfigError as error:
@@ -62,6 +62,22 @@ def _router_errors(config: RunConfig) -> list[BadInputError]:
     model_type = model_fields(config).get("model_type")
     coefficient = getattr(config.objective, "router_aux_loss", 0.0)
     return list(router_loss_errors(str(model_type), coefficient)) if model_type and coefficient else []
+
+
+def _reduction_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[ConfigError]:
+    """Where gradients that are sent in bf16 would also lose accuracy elsewhere."""
+    one = f"data.micro_batch_size={plan.samples_per_process}"
+    key, computes = "precision.reduce", resolve_precision(config)
+    if config.precision.reduce == "fp32":
+        return []
+    if computes in ("fp32", "fp16"):
+        return [ConfigError(key, "bf16", "use fp32, or precision=bf16", f"the run computes in {computes}")]
+    holder = "pipeline stages" if dims.pp > 1 else "replicas"
+    if (dims.pp > 1 or dims.dp_replicate > 1) and config.strategy.engine == "mesh" and plan.num_micro_batches > 1:
+        fix = "use fp32, or strategy=fsdp" + (f", or {one}" if dims.pp == 1 else "")
+        reason = f"{holder} would sum up {plan.num_micro_batches} micro-batches in bf16 too"
+        return [ConfigError(key, "bf16", fix, reason)]
+    return []
 
 
 def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:

@@ -51,6 +51,8 @@ def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
     for key in ("schedule", "stages_per_rank") if dims.pp == 1 else ():
         if getattr(strategy.pipeline, key) != getattr(default.pipeline, key):
             yield f"strategy.pipeline.{key}", "strategy.pp=1 is no pipeline"
+    if config.precision.reduce != "fp32" and dims.data_parallel_size * dims.cp == 1:
+        yield "precision.reduce", "no data-parallel processes send one another gradients"
     if dims.cp == 1 and strategy.context != default.context:
         yield "strategy.context.method", "strategy.cp=1 keeps sequences whole"
     if dims.cp > 1 and config.model.attn_implementation != "auto":

@@ -211,6 +211,9 @@ class PrecisionConfig:
     name: Literal["auto", "fp32", "bf16", "bf16_true", "fp16", "fp8"] = "auto"
     """fp32; bf16, fp16, fp8: compute alone, weights, gradient reduction and optimizer in fp32; bf16_true: everything
     in bf16; auto: bf16 on GPUs that have it, else fp32."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """The type in which data-parallel processes send gradients to one another; bf16 sends half the bytes, for runs that
+    compute in bf16 or fp8."""
     tf32: bool = False
     """Let fp32 matrix products and convolutions on CUDA round their inputs to TF32 (10 bits): faster, and results
     agree to about 1e-3 instead of 1e-6; for precision=fp32."""

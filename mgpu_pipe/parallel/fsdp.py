@@ -1,8 +1,8 @@
 """FSDP2 over the data-parallel axes: sharding, and the one meaning of the mixed precisions.
 
 ``bf16`` and ``fp16`` cast parameters and activations for compute, keep fp32 master weights, and reduce gradients in
-fp32. FSDP2's mixed-precision policy is that, also on a mesh axis of size 1, so one process and plain data
-parallelism get the same policy.
+fp32, or in bf16 where asked. FSDP2's mixed-precision policy is that, also on a mesh axis of size 1, so one process and
+plain data parallelism get the same policy.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class ShardingOptions:
     prefetch: int = 1
     offload: bool = False
     """Keep shards and gradients in host memory, where the optimizer then runs."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are sent in. FSDP2 also sums in it, but for what it has scattered: where replicas or a pipeline
+    keep whole gradients over several micro-batches, the sums would be bf16's."""
 
 
 def apply_fully_shard(
@@ -55,18 +58,18 @@ def apply_fully_shard(
     Gradients are summed over the processes, not averaged: the loss is divided by the global token count already.
     """
     options = options or ShardingOptions()
-    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=torch.float32)
+    policy = _policy(mesh, precision, options)
     offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     shards = mesh.size(mesh.ndim - 1) > 1
     placement = _placement(mesh)
-    # Routing weights go in beside the tokens, and keep their precision.
-    uncast = replace(policy, cast_forward_inputs=False)
     for module in experts:
+        assert expert_mesh is not None
         fully_shard(
             module,
             mesh=expert_mesh,
             shard_placement_fn=_placement(expert_mesh),
-            mp_policy=uncast,
+            # Routing weights go in beside the tokens, and keep their precision.
+            mp_policy=replace(_policy(expert_mesh, precision, options), cast_forward_inputs=False),
             offload_policy=offload,
             reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
         )
@@ -103,6 +106,11 @@ def apply_fully_shard(
     if mesh.device_type != "cpu":  # a collective on the CPU ends before anything else begins
         _prefetch_forward(units, options.prefetch)
     return root
+
+
+def _policy(mesh: DeviceMesh, precision: str, options: ShardingOptions) -> MixedPrecisionPolicy:
+    sent = torch.bfloat16 if options.reduce == "bf16" and mesh.size() > 1 else torch.float32
+    return MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[precision], reduce_dtype=sent)
 
 
 def _placement(mesh: DeviceMesh | None) -> Callable[[torch.nn.Parameter], Shard | None]:

@@ -361,7 +361,10 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
         precision=resolve_precision(config),
         bucket_mib=strategy.bucket_mib,
         sharding=ShardingOptions(
-            strategy.fsdp.reshard_after_forward, strategy.fsdp.prefetch, offload=strategy.offload == "cpu"
+            strategy.fsdp.reshard_after_forward,
+            strategy.fsdp.prefetch,
+            offload=strategy.offload == "cpu",
+            reduce=config.precision.reduce,
         ),
         activation_checkpointing=strategy.activation_checkpointing,
         compile_model=config.model.compile is True,

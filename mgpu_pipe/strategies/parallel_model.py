@@ -8,7 +8,7 @@ filled, each rank's own parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -202,7 +202,7 @@ class ParallelModel:
         dims, options = self._dims, self._options.sharding
         if dims.pp > 1 and options.reshard_after_forward == "auto":
             # Several micro-batches are under way at once, and each would gather the weights again.
-            options = ShardingOptions(False, options.prefetch, options.offload)
+            options = replace(options, reshard_after_forward=False)
         self.sharded = apply_fully_shard(
             model,
             self.meshes.data_mesh(),

@@ -111,6 +111,21 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
             "strategy.pipeline.stages_per_rank=3: zbv has 2 on a rank",
         ),
         (["model.attn_implementation=flash_attention_2"], "flash-attn is not installed; install flash-attn"),
+        (["precision.reduce=bf16"], "precision.reduce=bf16: the run computes in fp32; use fp32, or precision=bf16"),
+        (
+            [
+                "precision=bf16",
+                "precision.reduce=bf16",
+                "strategy=hsdp",
+                "strategy.dp_replicate=2",
+                "trainer.devices=2",
+            ],
+            "replicas would sum up 2 micro-batches in bf16 too; use fp32, or strategy=fsdp, or data.micro_batch_size=",
+        ),
+        (
+            ["precision=bf16", "precision.reduce=bf16", "strategy=pp", "trainer.devices=2"],
+            "pipeline stages would sum up 4 micro-batches in bf16 too; use fp32, or strategy=fsdp",
+        ),
         (["checkpoint.best_metric=val/los"], "did you mean val/loss?"),
         (["+callbacks.x._target_=pytorch_lightning.callbacks.ModelCheckpoint"], "use checkpoint.every_n_steps"),
         (["+logger.x=3"], "logger.x._target_=3: give the dotted path"),
@@ -254,6 +269,12 @@ def test_a_cpu_that_emulates_bf16_is_told(bf16_units):
     for units, told in ((True, []), (False, ["precision.name"])):
         bf16_units(units)
         assert [notice.key for notice in preflight(compose([CPU, "precision=bf16"])[0])] == told
+
+
+def test_a_reduction_in_bf16_that_no_process_takes_part_in_is_told():
+    words = [CPU, "precision=bf16", "precision.reduce=bf16", "trainer.devices=2"]
+    assert [key for key, _ in unused_options(compose([*words, "strategy=tp"])[0])] == ["precision.reduce"]
+    assert unused_options(compose([*words, "strategy=fsdp"])[0]) == []
 
 
 def test_accelerator_gpu_means_cuda(gpus):

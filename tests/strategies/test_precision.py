@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.collectives import Counted, _Mode
+from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
 from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
-from tests.support.training import Case, assembled, norm_of, plain, trained
+from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained
 
 CASE = Case(model="llama", micro_batches=2)
 TWO = ParallelDims(dp_shard=2)
@@ -19,6 +23,12 @@ TWO = ParallelDims(dp_shard=2)
 
 def weights_error(results: list[Any], expected: dict[str, torch.Tensor]) -> float:
     found = assembled([result.weights for result in results])
+    off = norm_of(found[name].double() - value.double() for name, value in expected.items())
+    return off / norm_of(expected.values())
+
+
+def gradient_error(results: list[Any], expected: dict[str, torch.Tensor]) -> float:
+    found = assembled([result.gradients for result in results])
     off = norm_of(found[name].double() - value.double() for name, value in expected.items())
     return off / norm_of(expected.values())
 
@@ -43,6 +53,54 @@ def test_bf16_true_is_bf16_throughout() -> None:
     (alone,) = run_processes(1, trained, case, ParallelDims())
     states = {shard.tensor.dtype for shard in alone.optimizer if not shard.tensor_slice.name.endswith("/step")}
     assert states == {torch.bfloat16}
+
+
+def sent_and_trained(case: Case, dims: ParallelDims) -> tuple[dict[str, float], Outcome]:
+    """Bytes that this process sends for losses and gradients, by what they are."""
+    counted = Counted()
+
+    def watch(strategy: Any) -> None:
+        run = strategy.run_step
+
+        def run_step(batch: Any) -> Any:
+            with _Mode(counted):
+                return run(batch)
+
+        strategy.run_step = run_step
+
+    with mock.patch.object(MicroBatchStop, "leaves", return_value=False):  # asks by the clock
+        outcome = trained(case, dims, on_start=watch)
+    return dict(counted.sent), outcome
+
+
+def halved(case: Case, dims: ParallelDims) -> tuple[dict[str, float], dict[str, float], Outcome]:
+    """What is sent with gradients in fp32 and in bf16, and the outcome of the latter."""
+    wide, _ = sent_and_trained(case, dims)
+    return wide, *sent_and_trained(replace(case, reduce="bf16"), dims)
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "dims"),
+    [
+        (None, 2, TWO),
+        (None, 1, ParallelDims(dp_replicate=2)),
+        pytest.param(None, 1, ParallelDims(dp_replicate=2, dp_shard=2), marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, TWO, marks=pytest.mark.exhaustive),
+        pytest.param(2, 2, TWO, marks=pytest.mark.exhaustive),
+        (3, 2, TWO),
+    ],
+)
+def test_gradients_in_bf16_are_half_the_bytes_and_within_its_bound(stage: Any, micro_batches: int, dims: Any) -> None:
+    case = replace(CASE, precision="bf16", zero_stage=stage, micro_batches=micro_batches, steps=2)
+    expected = plain(replace(case, precision="fp32"))["gradients"]
+    (alone,) = run_processes(1, trained, replace(case, zero_stage=None), ParallelDims())
+    found = run_processes(dims.world_size, halved, case, dims)
+    for wide, narrow, _ in found:
+        assert wide.keys() == narrow.keys() and any(name.startswith("gradients") for name in wide)
+        for name, size in wide.items():
+            assert narrow[name] == (size / 2 if name.startswith("gradients") else size), name
+    errors = [gradient_error(results, expected) for results in ([alone], [outcome for *_, outcome in found])]
+    assert 0 < errors[1] <= 1.5 * errors[0]
 
 
 def overflowing() -> dict[str, Any]:

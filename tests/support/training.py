@@ -29,6 +29,7 @@ from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.plans import decoder_blocks
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.parallel.fsdp import ShardingOptions
 from mgpu_pipe.parallel.pipeline import PipelinePlan
 from mgpu_pipe.planner.pipeline import layer_costs
 from mgpu_pipe.strategies.base import EngineStrategy
@@ -93,6 +94,8 @@ class Case:
     """The plain loop's optimizer, where it is not the class itself."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further options of how the model is split."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are sent in."""
 
 
 @dataclass
@@ -303,7 +306,9 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
         costs = layer_costs(resolved_fields(model_config(case)), SEQ_LEN)
         how["pipeline"] = PipelinePlan.make(case.schedule, dims.pp, costs, stages_per_rank=case.stages_per_rank)
     if case.zero_stage is None:
-        return MeshStrategy(dims, CPU, ParallelOptions(bucket_mib=0.01, **how), **common)
+        return MeshStrategy(
+            dims, CPU, ParallelOptions(bucket_mib=0.01, sharding=ShardingOptions(reduce=case.reduce), **how), **common
+        )
     plan = BatchPlan(case.samples, dims.dp_shard, case.samples // dims.dp_shard // case.micro_batches)
     # A branch that some ranks take: ZeRO-3 has to gather the whole block on all of them.
     block = "h.0" if case.model == "gpt2" else "layers.0"
@@ -312,6 +317,7 @@ def strategy_of(case: Case, dims: ParallelDims) -> EngineStrategy:
         plan,
         stage=case.zero_stage,
         precision=case.precision,
+        reduce=case.reduce,
         bucket_mib=0.01,
         offload=case.offload,
         offload_path=case.offload_path,
