@@ -25,7 +25,7 @@ SIZES = tuple(ParallelDims().as_dict())
 
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     """Such keys, each with why; a sweep over strategies may well set them."""
-    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_tf32(config), *_peft(config)]
+    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_precision(config), *_peft(config)]
     if config.optimizer.ema.evaluate and config.optimizer.ema.decay is None:
         unused.append(("optimizer.ema.evaluate", "optimizer.ema.decay=null keeps no average"))
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
@@ -104,7 +104,9 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "scheduler.min_lr_ratio", "scheduler=constant stays at the peak"
 
 
-def _tf32(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.precision.fp8_recipe != DEFAULT.precision.fp8_recipe and config.precision.name != "fp8":
+        yield "precision.fp8_recipe", f"the run computes in {resolve_precision(config)}; it is for precision=fp8"
     if not config.precision.tf32 or uses_tf32(config):
         return
     precision = resolve_precision(config)

@@ -214,6 +214,8 @@ class PrecisionConfig:
     reduce: Literal["fp32", "bf16"] = "fp32"
     """The type in which data-parallel processes send gradients to one another; bf16 sends half the bytes, for runs that
     compute in bf16 or fp8."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """How precision=fp8 scales, by torchao's names: one factor a tensor is fastest, one a row holds outliers better."""
     tf32: bool = False
     """Let fp32 matrix products and convolutions on CUDA round their inputs to TF32 (10 bits): faster, and results
     agree to about 1e-3 instead of 1e-6; for precision=fp32."""

@@ -73,6 +73,7 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("choose it by precision=bf16", "bf16 bfloat16"),
     ("choose it by precision=fp32", "fp32 float32"),
     ("precision.tf32", "allow_tf32"),
+    ("precision.fp8_recipe", "float8_recipe float8_recipe_name recipe_name"),
     ("precision.reduce", "reduce_dtype mixed_precision_reduce grad_reduce_in_bf16 communication_data_type"),
     (
         "use strategy.activation_checkpointing=full",

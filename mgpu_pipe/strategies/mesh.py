@@ -359,6 +359,7 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
         plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
     return ParallelOptions(
         precision=resolve_precision(config),
+        fp8_recipe=config.precision.fp8_recipe,
         bucket_mib=strategy.bucket_mib,
         sharding=ShardingOptions(
             strategy.fsdp.reshard_after_forward,

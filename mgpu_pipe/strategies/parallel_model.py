@@ -55,12 +55,14 @@ class ParallelOptions:
 
     Attributes:
         precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
+        fp8_recipe: torchao's name of how ``fp8`` scales.
         bucket_mib: size of a gradient bucket of plain data parallelism.
         sharding: options of FSDP2.
         pipeline: which stage is where; needed where ``pp`` is above 1.
     """
 
     precision: str = "fp32"
+    fp8_recipe: str = "tensorwise"
     bucket_mib: float = 25.0
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
     activation_checkpointing: Mode = "none"
@@ -106,7 +108,7 @@ class ParallelModel:
         if options.precision == "bf16_true":
             cast_parameters(model, torch.bfloat16)
         elif options.precision == "fp8":
-            use_float8(model)
+            use_float8(model, options.fp8_recipe)
         # Of the whole model: a pipeline's stage may have none.
         self._num_experts = ExpertLoad.experts_of(model)
         experts = self._cut(model) if dims.uses_model_axes else []

@@ -271,6 +271,12 @@ def test_a_cpu_that_emulates_bf16_is_told(bf16_units):
         assert [notice.key for notice in preflight(compose([CPU, "precision=bf16"])[0])] == told
 
 
+def test_a_recipe_of_another_precision_is_told():
+    told = [key for key, _ in unused_options(compose([CPU, "precision.fp8_recipe=rowwise"])[0])]
+    assert told == ["precision.fp8_recipe"]
+    assert unused_options(compose(["precision=fp8", "precision.fp8_recipe=rowwise"])[0]) == []
+
+
 def test_a_reduction_in_bf16_that_no_process_takes_part_in_is_told():
     words = [CPU, "precision=bf16", "precision.reduce=bf16", "trainer.devices=2"]
     assert [key for key, _ in unused_options(compose([*words, "strategy=tp"])[0])] == ["precision.reduce"]
