@@ -356,8 +356,9 @@ class Disturbances:
             raise Disturbed(f"metrics.csv of {folder} differs")
         if weights(out) != self._truth.exported:
             raise Disturbed(f"the weights of {out} differ")
-        usual = {path.name for path in (self._place / "undisturbed" / "tmp").iterdir()}  # torch's own cache
-        left = [*place.rglob("*.partial"), *(path for path in (place / "tmp").iterdir() if path.name not in usual)]
+        # torchinductor_<user> is torch's own cache, made by the process that imports inductor first.
+        temporary = [path for path in (place / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+        left = [*place.rglob("*.partial"), *temporary]
         if left:
             raise Disturbed(f"left behind: {left}")
 
