@@ -55,6 +55,8 @@ class _Mode(TorchDispatchMode):
             name, share = _all_reduced(largest), all_reduced(largest.nbytes, size)
         elif operation == "reduce_":
             name, share = "gradients reduced", 0 if _root(args) == torch.distributed.get_rank() else largest.nbytes
+        elif operation in ("send", "recv_"):
+            share = largest.nbytes if operation == "send" else 0
         elif operation == "scatter_" and _root(args) != torch.distributed.get_rank():
             share = 0
         self._counted.calls[name] += 1

@@ -4,9 +4,11 @@
 - open_clip: its ``ClipLoss(local_loss=True, gather_with_grad=True)``, taken from ``loss.py`` of its package, which is
   downloaded without what it depends on.
 
+SigLIP's loss, whose captions go round the processes, is measured over its naive form alike.
+
 Each process holds the features of its samples, and gets their gradients; the towers are left out. Gradients are
 compared with the naive ones. Peak bytes are of all tensors allocated beside the features; seconds are the fastest of a
-few passes, the three in turn. Bytes sent are those of ring algorithms; the closed form gathers two features of each
+few passes, all in turn. Bytes sent are those of ring algorithms; the closed form gathers two features of each
 sample, reduce-scatters their gradients, and tells how many samples each process has. Both others gather by
 ``torch.distributed.nn``, whose gradients go back here as they do under NCCL.
 
@@ -44,7 +46,7 @@ from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import ParallelDims
 
 SAMPLES, WIDTH, WORLDS, REPEATS = 2048, 512, (2, 4, 8), 9
-SCALE, OPEN_CLIP = 1 / 0.07, "open_clip_torch==3.3.0"
+SCALE, BIAS, OPEN_CLIP = 1 / 0.07, -1.0, "open_clip_torch==3.3.0"
 COLUMNS = (
     *("processes", "over", "peak MB", "its peak MB", "memory", "ms", "its ms", "time"),
     *("MB sent", "its MB sent", "closed form MB", "gradients apart"),
@@ -54,11 +56,13 @@ Way = Callable[[torch.Tensor, torch.Tensor], Gradients]
 
 
 class Towers(torch.nn.Module):
-    """Hands on the features that it is given."""
+    """Hands on the features that it is given; of SigLIP with its bias."""
 
-    def __init__(self) -> None:
+    def __init__(self, siglip: bool = False) -> None:
         super().__init__()
         self.logit_scale = torch.nn.Parameter(torch.tensor(log(SCALE)), requires_grad=False)
+        if siglip:
+            self.logit_bias = torch.nn.Parameter(torch.tensor(BIAS), requires_grad=False)
         self.config = SimpleNamespace(model_type="clip", text_config=SimpleNamespace(eos_token_id=0))
 
     def forward(self, pixel_values: torch.Tensor, input_ids: torch.Tensor) -> SimpleNamespace:
@@ -71,6 +75,7 @@ class World:
     counts_its_samples = True
     gather_samples = EngineStrategy.gather_samples
     sum_of_own = EngineStrategy.sum_of_own
+    ring, pass_on = EngineStrategy.ring, EngineStrategy.pass_on
     sum_over_data = EngineStrategy.sum_over_data
     _apart = EngineStrategy._apart
 
@@ -87,8 +92,8 @@ class _GatherGradients(collectives._AllGather):
         return None, collectives._Reduce_Scatter.apply(dist.ReduceOp.SUM, ctx.group, own, *gradients)
 
 
-def ours(samples: int) -> Way:
-    objective, world = ContrastiveObjective(Towers(), None, lambda step: 1.0), World()
+def ours(samples: int, siglip: bool = False) -> Way:
+    objective, world = ContrastiveObjective(Towers(siglip), None, lambda step: 1.0), World()
 
     def gradients(images: torch.Tensor, texts: torch.Tensor) -> Gradients:
         batch = {"pixel_values": images, "input_ids": texts}
@@ -104,6 +109,17 @@ def naive(samples: int) -> Way:
         whole = [torch.cat(collectives.all_gather(one)) for one in (images, texts)]
         logits, right = SCALE * whole[0] @ whole[1].T, torch.arange(samples)
         loss = (F.cross_entropy(logits, right) + F.cross_entropy(logits.T, right)) / 2
+        loss.backward()
+        return taken(images, texts, dist.get_world_size())  # every process computed the same loss
+
+    return gradients
+
+
+def naive_siglip(samples: int) -> Way:
+    def gradients(images: torch.Tensor, texts: torch.Tensor) -> Gradients:
+        whole = [torch.cat(collectives.all_gather(one)) for one in (images, texts)]
+        signs = 2 * torch.eye(samples) - 1
+        loss = F.softplus(-signs * (SCALE * whole[0] @ whole[1].T + BIAS)).sum() / samples
         loss.backward()
         return taken(images, texts, dist.get_world_size())  # every process computed the same loss
 
@@ -148,6 +164,7 @@ def measure(file: str | None, samples: int, width: int) -> dict[str, list[float]
         for _ in range(2)
     )
     ways = {"naive": naive(samples), **({"open_clip": open_clip(file)} if file else {}), "ours": ours(samples)}
+    ways |= {"naive SigLIP": naive_siglip(samples), "ours, SigLIP": ours(samples, siglip=True)}
     results, found = {}, dict[str, list[float]]()
     for name, way in ways.items():
         way(images, texts)
@@ -158,7 +175,7 @@ def measure(file: str | None, samples: int, width: int) -> dict[str, list[float]
             way(images, texts)
         apart = max(
             float((one - other).norm() / other.norm())
-            for one, other in zip(results[name], results["naive"], strict=True)
+            for one, other in zip(results[name], results[_oracle(name)], strict=True)
         )
         found[name] = [watch.peak, float("inf"), sum(counted.sent.values()), apart]
     for _ in range(REPEATS):
@@ -171,8 +188,15 @@ def measure(file: str | None, samples: int, width: int) -> dict[str, list[float]
     return found
 
 
-def closed_form(processes: int, samples: int, width: int) -> float:
-    """Bytes that a process sends."""
+def _oracle(name: str) -> str:
+    return "naive SigLIP" if "SigLIP" in name else "naive"
+
+
+def closed_form(processes: int, samples: int, width: int, siglip: bool = False) -> float:
+    """Bytes that a process sends. SigLIP's captions, and its bias beside them, go round but for the last turn, their
+    gradients the whole way."""
+    if siglip:
+        return (2 * processes - 1) * 4 * samples * (width + 1) / processes
     return 4 * exchanged(4 * samples * width, processes) + all_reduced(8 * processes, processes)
 
 
@@ -192,13 +216,14 @@ def main(samples: int, width: int) -> None:
         for size in WORLDS:
             by_rank = run_group(size, measure, file, samples, width)
             worst = {name: [max(one[name][at] for one in by_rank) for at in range(4)] for name in by_rank[0]}
-            peak, seconds, sent, apart = worst.pop("ours")
+            own = {"naive": worst.pop("ours"), "naive SigLIP": worst.pop("ours, SigLIP")}
             for name, its in worst.items():
+                peak, seconds, sent, apart = own[_oracle(name)]
+                form = closed_form(size, samples, width, "SigLIP" in name)
                 rows.append(
                     [
                         *(size, name, peak / 1e6, its[0] / 1e6, peak / its[0], 1e3 * seconds, 1e3 * its[1]),
-                        *(seconds / its[1], sent / 1e6, its[2] / 1e6, closed_form(size, samples, width) / 1e6),
-                        max(apart, its[3]),
+                        *(seconds / its[1], sent / 1e6, its[2] / 1e6, form / 1e6, max(apart, its[3])),
                     ]
                 )
     notes = (

@@ -63,6 +63,14 @@ class Together(Protocol):
         """Of the processes' sum of ``values``, a row for each of all samples, this process's rows. Collective; the
         processes have equally many samples."""
 
+    @property
+    def ring(self) -> int:
+        """Processes that :meth:`pass_on` goes round; 1 where some share samples."""
+
+    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
+        """What the process before this one passes on while this one passes on ``values``, of the same shape.
+        Collective."""
+
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of what each process says of its samples; of those that share samples, one counts. Collective."""
 
@@ -70,11 +78,16 @@ class Together(Protocol):
 class Alone:
     """One process, which has all samples."""
 
+    ring = 1
+
     def gather_samples(self, features: Batch) -> tuple[Batch, int]:
-        return features, 0
+        return dict(features), 0
 
     def sum_of_own(self, values: torch.Tensor, own: slice) -> torch.Tensor:
         return values[own]
+
+    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
+        return values
 
     def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
         return values

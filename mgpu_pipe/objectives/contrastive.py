@@ -16,7 +16,7 @@ from mgpu_pipe.families.pictures import READ_WHOLE
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, Together
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
-from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective
+from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
 from mgpu_pipe.parallel.randomness import step_seed
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class ContrastiveObjective(GlobalBatchObjective):
     """Each picture is told from the captions of all others of its step, and each caption from their pictures.
 
     CLIP's loss is the mean of the two cross-entropies (Radford et al. 2021, arXiv:2103.00020). SigLIP's, of a model
-    with a bias, is the sum over all pairs of the binary ones (Zhai et al. 2023, arXiv:2303.15343). Both are a mean
-    over samples.
+    with a bias, is the sum over all pairs of the binary ones (Zhai et al. 2023, arXiv:2303.15343), whose captions go
+    round the processes where none share samples. Both are a mean over samples.
 
     Args:
         max_scale: of the temperature's inverse.
@@ -75,11 +75,11 @@ class ContrastiveObjective(GlobalBatchObjective):
 
     def _scale(self, model: Any, _: object, output: Any) -> Any:
         """Bring temperature and bias into the features, so that their products are the logits."""
-        images, texts = output.image_embeds.float(), output.text_embeds.float()
-        images = images * model.logit_scale.float().clamp(max=self._most).exp()
+        images, texts = at_least_fp32(output.image_embeds), at_least_fp32(output.text_embeds)
+        images = images * at_least_fp32(model.logit_scale).clamp(max=self._most).exp()
         if self._pairwise:
             ones = texts.new_ones(len(texts), 1)
-            images = torch.cat([images, model.logit_bias.float() * ones], dim=1)
+            images = torch.cat([images, at_least_fp32(model.logit_bias) * ones], dim=1)
             texts = torch.cat([texts, ones], dim=1)
         output.image_embeds, output.text_embeds = images, texts
         return output
@@ -99,6 +99,23 @@ class ContrastiveObjective(GlobalBatchObjective):
         for gradient in (gradients or {}).values():
             gradient.div_(2)
         return (by_picture + by_caption) / 2
+
+    @property
+    def in_turns(self) -> bool:
+        return self._pairwise
+
+    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features]:
+        """SigLIP's: captions go round the processes, and with them the gradients that each adds to theirs; they end
+        where they belong (Zhai et al. 2023, section 3.3)."""
+        images, rows = mine["images"], slice(0, len(mine["images"]))
+        own = torch.zeros_like(images)
+        passing = torch.stack([mine["texts"], torch.zeros_like(mine["texts"])])
+        losses = images.new_zeros(len(images))
+        for turn in range(world.ring):
+            features, gradients = {"images": images, "texts": passing[0]}, {"images": own, "texts": passing[1]}
+            losses += _compared(_strangers if turn else _pairs, "images", "texts", features, rows, gradients)
+            passing = world.pass_on(passing if turn + 1 < world.ring else passing[1:])
+        return losses, {"images": own, "texts": passing[-1]}
 
     def met(self, features: Features, rows: slice) -> None:
         self._held_out.append((features, rows))
@@ -121,7 +138,7 @@ class ContrastiveObjective(GlobalBatchObjective):
         images, texts, labels = whole["images"], whole["texts"], whole["labels"].long()
         classes, place = labels.unique(return_inverse=True)
         plain = texts.shape[1] - self._pairwise
-        means = torch.zeros(len(classes), plain, device=texts.device).index_add_(0, place, texts[:, :plain])
+        means = texts.new_zeros(len(classes), plain).index_add_(0, place, texts[:, :plain])
         means = F.normalize(means, dim=1)
         sums = torch.zeros(self.num_sums, dtype=torch.float64, device=images.device)
         for rows in torch.cat(own).split(AT_ONCE):
@@ -218,6 +235,13 @@ def _pairs(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     logits.scatter_(1, own, -logits.gather(1, own))
     losses = F.softplus(logits).sum(1)
     logits.sigmoid_().scatter_(1, own, -logits.gather(1, own))
+    return losses
+
+
+def _strangers(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """As :func:`_pairs`, where no column is the right one."""
+    losses = F.softplus(logits).sum(1)
+    logits.sigmoid_()
     return losses
 
 

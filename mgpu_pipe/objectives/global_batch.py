@@ -1,10 +1,10 @@
 """Objectives whose samples meet in the loss, as contrastive ones do: every sample is compared with all of the step.
 
-Each micro-batch is encoded without gradients, and the features of all processes are gathered. Each process computes the
-losses of its own samples; the gradients of the features, summed over the processes, are those of the global batch's
-loss. Then each micro-batch is encoded once more and its features' gradients go backward. So ``data.global_batch_size``
-fixes the mathematics, however the batch is cut (Gao, Zhang, Han and Callan 2021, "Scaling Deep Contrastive Learning
-Batch Size under Memory Limited Setup").
+Each micro-batch is encoded without gradients, and the features of all processes are gathered, or go round them. Each
+process computes the losses of its own samples; the gradients of the features, summed over the processes, are those of
+the global batch's loss. Then each micro-batch is encoded once more and its features' gradients go backward. So
+``data.global_batch_size`` fixes the mathematics, however the batch is cut (Gao, Zhang, Han and Callan 2021, "Scaling
+Deep Contrastive Learning Batch Size under Memory Limited Setup").
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class GlobalBatchObjective(Objective):
 
     @abstractmethod
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
-        """The losses of some samples, shape (rows,), from the fp32 features of all of them; uses no parameter.
+        """The losses of some samples, shape (rows,), from the features of all of them, fp32 at least; uses no
+        parameter.
 
         Args:
             gradients: to these, by name, the gradients of the losses' sum by all features are added; None if they are
@@ -61,20 +62,14 @@ class GlobalBatchObjective(Objective):
         if states:
             _set_random_state(device, states[0])
         mine = {
-            name: torch.cat([like[:0], *[features[name] for features in encoded[:counted]]]).float()
+            name: at_least_fp32(torch.cat([like[:0], *[features[name] for features in encoded[:counted]]]))
             for name, like in encoded[0].items()
         }
-        whole, first = world.gather_samples(mine)
-        rows = slice(first, first + len(next(iter(mine.values()))))
-        del mine
-        parts = {name: torch.zeros_like(value) for name, value in whole.items()} if training else None
         with torch.no_grad():
-            losses = self.losses(whole, rows, parts)
-        if parts is not None:
-            gradients = {name: world.sum_of_own(parts.pop(name), rows) for name in whole}
-        else:
-            gradients = {name: like[:0] for name, like in whole.items()}
-            self.met(whole, rows)
+            if training and world.ring > 1 and self.in_turns:
+                losses, gradients = self.losses_in_turns(mine, world)
+            else:
+                losses, gradients = self._losses_of_all(mine, world, training)
         self._shares = []
         at = 0
         for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
@@ -82,6 +77,29 @@ class GlobalBatchObjective(Objective):
             own_gradients = {name: gradient[at : at + size] for name, gradient in gradients.items()}
             self._shares.append((own_gradients, losses[at : at + size].sum(), state))
             at += size
+
+    def _losses_of_all(self, mine: Features, world: Together, training: bool) -> tuple[torch.Tensor, Features]:
+        """The losses of this process's samples, and the gradients of their features; all features are gathered."""
+        whole, first = world.gather_samples(mine)
+        rows = slice(first, first + len(next(iter(mine.values()))))
+        mine.clear()  # all features are there now
+        if not training:
+            losses = self.losses(whole, rows, None)
+            self.met(whole, rows)
+            return losses, {name: like[:0] for name, like in whole.items()}
+        parts = {name: torch.zeros_like(value) for name, value in whole.items()}
+        losses = self.losses(whole, rows, parts)
+        return losses, {name: world.sum_of_own(parts.pop(name), rows) for name in whole}
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether :meth:`losses_in_turns` computes the losses: each is a sum over other samples, one by one."""
+        return False
+
+    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features]:
+        """As :meth:`losses` of this process's samples, with the gradients of their features, where the other
+        processes' features only pass by."""
+        raise NotImplementedError
 
     def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:
         """What :meth:`met` is to know of an evaluated micro-batch's samples beside their features."""
@@ -97,8 +115,12 @@ class GlobalBatchObjective(Objective):
             return share
         _set_random_state(share.device, state)
         features = self.encode(batch)
-        product = torch.stack([(features[name].float() * gradients[name]).sum() for name in gradients]).sum()
+        product = torch.stack([(at_least_fp32(features[name]) * gradients[name]).sum() for name in gradients]).sum()
         return product + (share - product.detach())
+
+
+def at_least_fp32(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -9,7 +9,6 @@ those bytes in fp32. What comes next is on its way while a rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,37 +16,17 @@ import torch.distributed as dist
 
 from mgpu_pipe.parallel.context_blocks import Blocks
 from mgpu_pipe.parallel.context_kernels import Gradients, Partial
-
-Wait = Callable[[], torch.Tensor]
+from mgpu_pipe.parallel.ring import Wait, pass_on
 
 
 def pass_keys_and_values(key_value: torch.Tensor, group: dist.ProcessGroup) -> Wait:
     """Start sending them to the next rank of the ring; the result waits for those of the one before."""
-    return _pass_on(key_value, group)
+    return pass_on(key_value, group)
 
 
 def pass_key_and_value_gradients(gradients: torch.Tensor, group: dist.ProcessGroup) -> Wait:
     """Start sending them after the keys and values that they belong to; the result waits for the ones to come."""
-    return _pass_on(gradients, group)
-
-
-def _pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> Wait:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    following = dist.get_global_rank(group, (rank + 1) % size)
-    before = dist.get_global_rank(group, (rank - 1) % size)
-    arriving = torch.empty_like(tensor)
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, tensor, following, group), dist.P2POp(dist.irecv, arriving, before, group)]
-    )
-
-    def wait() -> torch.Tensor:
-        for work in works:
-            work.wait()
-        return arriving
-
-    # What is being sent must outlive the sending.
-    wait.sent = tensor  # type: ignore[attr-defined]
-    return wait
+    return pass_on(gradients, group)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -18,6 +18,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.parallel.ring import pass_on
 from mgpu_pipe.parallel.spike_guard import SpikeGuard
 from mgpu_pipe.parallel.tensor_collectives import all_gather_parts, reduce_scatter_parts
 from mgpu_pipe.parallel.to_device import to_device
@@ -166,6 +167,18 @@ class EngineStrategy(ParallelStrategy):
         processes have equally many samples."""
         world = self._apart
         return reduce_scatter_parts(values, world) if world else self.sum_over_samples(values)[own]
+
+    @property
+    def ring(self) -> int:
+        """Processes that :meth:`pass_on` goes round; 1 where some share samples."""
+        return self.dims.world_size if self._apart else 1
+
+    @torch.no_grad()
+    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
+        """What the process before this one passes on while this one passes on ``values``, of the same shape.
+        Collective."""
+        assert self._apart is not None
+        return pass_on(values, self._apart)()
 
     @property
     def _apart(self) -> dist.ProcessGroup | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import contrastive_loss
 from mgpu_pipe.config.compose import compose
@@ -68,6 +69,11 @@ def test_every_strategy_is_the_whole_batch_in_one_process(processes: int, strate
     assert [one for one in worst if not one.passed] == []
 
 
+def test_siglip_goes_round_the_processes_of_a_sharded_run() -> None:
+    config = small_run(*CLIP, "model=siglip2_base", "trainer.devices=2", "strategy=fsdp")
+    assert [one for one in run_processes(2, verified, config)[0] if not one.passed] == []
+
+
 def test_features_without_the_other_processes_gradients_are_found() -> None:
     config = small_run(*CLIP, "trainer.devices=2", "strategy=ddp")
     found = {one.quantity for one in run_processes(2, verified, config, True)[0] if not one.passed}
@@ -81,6 +87,9 @@ def test_the_loss_sends_its_closed_form_and_holds_less_than_the_naive_one() -> N
         assert sent == contrastive_loss.closed_form(4, 64, 16)
         assert naive[2] == 4 * exchanged(4 * 64 * 16, 4)
         assert peak < naive[0] and apart < 1e-6
+        (peak, _, sent, apart), naive = found["ours, SigLIP"], found["naive SigLIP"]
+        assert sent == contrastive_loss.closed_form(4, 64, 16, siglip=True)
+        assert peak < naive[0] / 2 and apart < 1e-6
 
 
 def made(family: str, max_scale: float = 100.0) -> ContrastiveObjective:
@@ -118,10 +127,45 @@ def test_loss_and_gradients_are_transformers_own(family: str) -> None:
     else:
         whole = 6 * model(pixel_values=batch["pixel_values"], input_ids=batch["input_ids"], return_loss=True).loss
     whole.backward()
-    assert float(cut) == pytest.approx(float(whole.detach()), rel=1e-6), "features meet in fp32"
+    assert float(cut) == pytest.approx(float(whole.detach()), rel=1e-6)
     for name, parameter in model.named_parameters():
         error = (gradients[name] - parameter.grad).abs().max()
         assert error <= 1e-5 * parameter.grad.abs().max() + 1e-7, name
+
+
+def in_float64(family: str, samples: int, size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients over all processes, each of which has its share of the samples, ``size`` at a time."""
+    objective, world = made(family), contrastive_loss.World() if dist.is_initialized() else Alone()
+    bias: Any = getattr(objective.model, "logit_bias", None)
+    if bias is not None:  # where it begins, at -10, strangers hardly count
+        bias.data.fill_(-0.5)
+    batch = objective.random_batch(3, 1, samples, 12, packed=False)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    share = samples // world.ring
+    first = share * (dist.get_rank() if world.ring > 1 else 0)
+    starts = range(first, first + share, size)
+    parts = [{name: value[at : at + size] for name, value in batch.items()} for at in starts]
+    objective.meet(parts, len(parts), world)
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        one = objective.micro_batch_loss(part)
+        one.backward()  # type: ignore[no-untyped-call]
+        loss += one.detach()
+    gradients = {name: cast(torch.Tensor, one.grad) for name, one in objective.model.named_parameters()}
+    if world.ring > 1:
+        for value in (loss, *gradients.values()):
+            dist.all_reduce(value)
+    return float(loss), gradients
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.exhaustive), 8])
+def test_in_float64_loss_and_gradients_are_one_processs(family: str, processes: int) -> None:
+    loss, gradients = in_float64(family, 16, 16)
+    for found, theirs in run_processes(processes, in_float64, family, 16, 1):
+        assert found == pytest.approx(loss, rel=1e-12)
+        for name, gradient in theirs.items():
+            assert (gradient - gradients[name]).norm() <= 1e-12 * max(1.0, float(gradients[name].norm())), name
 
 
 def test_a_temperature_beyond_its_limit_is_held_there() -> None:
