@@ -100,13 +100,11 @@ class ContrastiveObjective(GlobalBatchObjective):
             gradient.div_(2)
         return (by_picture + by_caption) / 2
 
-    @property
-    def in_turns(self) -> bool:
-        return self._pairwise
-
-    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features]:
+    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features] | None:
         """SigLIP's: captions go round the processes, and with them the gradients that each adds to theirs; they end
         where they belong (Zhai et al. 2023, section 3.3)."""
+        if not self._pairwise:
+            return None
         images, rows = mine["images"], slice(0, len(mine["images"]))
         own = torch.zeros_like(images)
         passing = torch.stack([mine["texts"], torch.zeros_like(mine["texts"])])

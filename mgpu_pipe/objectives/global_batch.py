@@ -66,10 +66,8 @@ class GlobalBatchObjective(Objective):
             for name, like in encoded[0].items()
         }
         with torch.no_grad():
-            if training and world.ring > 1 and self.in_turns:
-                losses, gradients = self.losses_in_turns(mine, world)
-            else:
-                losses, gradients = self._losses_of_all(mine, world, training)
+            turned = self.losses_in_turns(mine, world) if training and world.ring > 1 else None
+            losses, gradients = turned or self._losses_of_all(mine, world, training)
         self._shares = []
         at = 0
         for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
@@ -91,15 +89,10 @@ class GlobalBatchObjective(Objective):
         losses = self.losses(whole, rows, parts)
         return losses, {name: world.sum_of_own(parts.pop(name), rows) for name in whole}
 
-    @property
-    def in_turns(self) -> bool:
-        """Whether :meth:`losses_in_turns` computes the losses: each is a sum over other samples, one by one."""
-        return False
-
-    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features]:
+    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features] | None:
         """As :meth:`losses` of this process's samples, with the gradients of their features, where the other
-        processes' features only pass by."""
-        raise NotImplementedError
+        processes' features only pass by; None where a loss needs all of them at once."""
+        return None
 
     def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:
         """What :meth:`met` is to know of an evaluated micro-batch's samples beside their features."""
