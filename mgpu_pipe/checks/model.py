@@ -153,13 +153,22 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def check_names(config: RunConfig) -> None:
-    """Each pattern matches a parameter: their names are those of the model on the meta device, without weights."""
-    if config.model.freeze or config.peft.name != "none" or config.optimizer.groups:
+    """Each pattern matches a parameter: their names are those of the model on the meta device, without weights. Where
+    a tower's features are kept, none of its parameters learns."""
+    keeps_features = getattr(config.data, "cache_features", False)
+    if config.model.freeze or config.peft.name != "none" or config.optimizer.groups or keeps_features:
         from mgpu_pipe.models.build import run_model
+        from mgpu_pipe.objectives.tower_features import SeesPictures
         from mgpu_pipe.training.parameter_groups import treatments
 
         model = run_model(config)
         treatments(model, config.optimizer)
+        if keeps_features:
+            from mgpu_pipe.objectives.registry import objective_class
+
+            objective = objective_class(config.objective.name).from_config(config, model, None, lambda step: 1.0)
+            if isinstance(objective, SeesPictures) and objective.features is not None:
+                objective.features.check()
         if config.peft.name == "qlora":
             from mgpu_pipe.parallel.tensor_cut import check_blocks
 

@@ -180,6 +180,8 @@ class ObjectiveConfig:
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         """What the objective cannot do with the other keys of the run."""
+        if getattr(config.data, "cache_features", False):
+            return [ConfigError("data.cache_features", True, "use false", f"{self.name} computes them in every step")]
         return []
 
     def started_from(self, run: Path) -> Self | None:

@@ -17,6 +17,7 @@ from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, Together
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
+from mgpu_pipe.objectives.tower_features import PooledFeatures, SeesPictures, keeps_features
 from mgpu_pipe.parallel.randomness import step_seed
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ AT_ONCE = 1024
 """Held-out samples that are compared with all others together."""
 
 
-class ContrastiveObjective(GlobalBatchObjective):
+class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
     """Each picture is told from the captions of all others of its step, and each caption from their pictures.
 
     CLIP's loss is the mean of the two cross-entropies (Radford et al. 2021, arXiv:2103.00020). SigLIP's, of a model
@@ -35,18 +36,25 @@ class ContrastiveObjective(GlobalBatchObjective):
 
     Args:
         max_scale: of the temperature's inverse.
+        keeps: ``data.cache_features``.
     """
 
     description = DESCRIPTION
     num_sums = 2 + len(DIRECTIONS) * len(RANKS)
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, max_scale: float = 100.0
+        self,
+        model: torch.nn.Module,
+        optimizer_factory: Any,
+        learning_rate: LearningRate,
+        max_scale: float = 100.0,
+        keeps: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._most = cast(Any, model.config), math.log(max_scale)
         self._pairwise = hasattr(model, "logit_bias")
         self._end = end_of_captions(self._config)
+        self.features = PooledFeatures(model) if keeps else None
         self._held_out: list[tuple[Features, slice]] = []
         # A hook of the model's own: sharded parameters are whole there, and nowhere else.
         model.register_forward_hook(self._scale)
@@ -56,21 +64,24 @@ class ContrastiveObjective(GlobalBatchObjective):
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(ContrastiveConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.max_scale)
+        return cls(model, optimizer_factory, learning_rate, keys.max_scale, keeps_features(config))
 
     @property
     def batch_spec(self) -> BatchSpec:
         """``pixel_values``, float32, (rows, channels, height, width); ``input_ids``, int64, (rows, seq_len); and
-        ``labels``, int64, (rows,), equal where captions say the same."""
+        ``labels``, int64, (rows,), equal where captions say the same; then :meth:`shown`."""
         return BatchSpec(
             {
                 "pixel_values": Field(sequence_dim=None, dtype="float32", shape=picture_shape(self._config)),
                 "input_ids": Field(),
                 "labels": Field(sequence_dim=None),
+                **self.shown(),
             }
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        if self.features is not None:
+            self.features.show(batch)
         return seen_and_read(batch, self._config)
 
     def _scale(self, model: Any, _: object, output: Any) -> Any:
@@ -116,7 +127,8 @@ class ContrastiveObjective(GlobalBatchObjective):
         return losses, {"images": own, "texts": passing[-1]}
 
     def met(self, features: Features, rows: slice) -> None:
-        self._held_out.append((features, rows))
+        if self.features is None or not self.features.measures:
+            self._held_out.append((features, rows))
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = self.micro_batch_loss(batch).double()

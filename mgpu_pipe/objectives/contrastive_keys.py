@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
 
 RANKS = (1, 5, 10)
 
@@ -18,6 +20,9 @@ class ContrastiveConfig(ObjectiveConfig):
 
     max_scale: float = field(default=100.0, metadata={"at_least": 1})
     """Similarities are multiplied by a learnt number, of which no more than this counts (Radford et al. 2021)."""
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        return kept_features_errors(config)
 
 
 DIRECTIONS = {"image_to_text": "caption for a picture", "text_to_image": "picture for a caption"}

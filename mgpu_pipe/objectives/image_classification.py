@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.fields import picture_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.image_classification_keys import DESCRIPTION, ImageClassificationConfig
+from mgpu_pipe.objectives.tower_features import ClassifierFeatures, SeesPictures, keeps_features
 from mgpu_pipe.parallel.randomness import step_seed
 
 if TYPE_CHECKING:
@@ -22,25 +27,56 @@ if TYPE_CHECKING:
 
 AMONG = 5
 """Likeliest classes that the label may be among."""
+MIXED = 0x4D1C
+"""Keys what is mixed, so that it is drawn apart from what else changes a picture."""
 MOST_TOLD_APART = 50
 """Classes of a confusion matrix; of more, none is made."""
 
 
-class ImageClassificationObjective(Objective):
+@dataclass(frozen=True)
+class MixedSamples(ChangedSamples):
+    """Training pictures with a share of another one each (Zhang et al. 2018, "mixup: Beyond Empirical Risk
+    Minimization", arXiv:1710.09412). The other one is drawn from all, so that no cut of a batch changes it."""
+
+    mixup: float
+    seed: int
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        read = self.read.batch(indices, numbers)
+        if not len(numbers) or numbers[0] < 0:  # held out
+            others = torch.full_like(read["labels"], IGNORE_INDEX)
+            return {**read, "other_labels": others, "shares": torch.ones(len(indices))}
+        draws = [random_of(self.seed ^ MIXED, number) for number in numbers.tolist()]
+        shares = torch.tensor([draw.beta(self.mixup, self.mixup) for draw in draws], dtype=torch.float32)
+        other = self.read.batch(np.array([draw.integers(len(self.read)) for draw in draws]), numbers)
+        pictures = torch.lerp(other["pixel_values"], read["pixel_values"], shares[:, None, None, None])
+        return {**read, "pixel_values": pictures, "other_labels": other["labels"], "shares": shares}
+
+
+class ImageClassificationObjective(SeesPictures):
     """Cross-entropy of the classes under a Hugging Face model ``...ForImageClassification``, a mean over samples.
 
     Args:
         label_smoothing: share of each label that is spread over all classes, in training alone.
+        keeps: ``data.cache_features``.
+        mixed: pictures have a share of another one.
     """
 
     description = DESCRIPTION
     num_sums = 3
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, label_smoothing: float = 0.0
+        self,
+        model: torch.nn.Module,
+        optimizer_factory: Any,
+        learning_rate: LearningRate,
+        label_smoothing: float = 0.0,
+        keeps: bool = False,
+        mixed: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._config, self._smoothing = cast(Any, model.config), label_smoothing
+        self._config, self._smoothing, self._mixed = cast(Any, model.config), label_smoothing, mixed
+        self.features = ClassifierFeatures(model) if keeps else None
         classes = int(self._config.num_labels)
         self._told_apart = classes if classes <= MOST_TOLD_APART else 0
         self.num_sums = 3 + self._told_apart**2  # type: ignore[misc]  # of this model: its classes are known now
@@ -50,15 +86,29 @@ class ImageClassificationObjective(Objective):
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(ImageClassificationConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing)
+        kept = keeps_features(config)
+        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, kept, keys.mixup > 0)
+
+    @classmethod
+    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
+        mixup = cast(ImageClassificationConfig, config.objective).mixup
+        return MixedSamples(samples, mixup, config.seed) if mixup else samples
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """``pixel_values``, float32, (rows, channels, height, width), and ``labels``, the class, int64, (rows,)."""
+        """``pixel_values``, float32, (rows, channels, height, width), and ``labels``, the class, int64, (rows,);
+        then :meth:`shown`;
+        of mixed ones the other picture's class, ``other_labels``, and the picture's own share, float32, (rows,)."""
+        mixed = {
+            "other_labels": Field(sequence_dim=None, padding=IGNORE_INDEX, stages="last"),
+            "shares": Field(sequence_dim=None, padding=1, dtype="float32", stages="last"),
+        }
         return BatchSpec(
             {
                 "pixel_values": Field(sequence_dim=None, dtype="float32", shape=self._shape),
                 "labels": Field(sequence_dim=None, padding=IGNORE_INDEX, target=True, stages="last"),
+                **self.shown(),
+                **(mixed if self._mixed else {}),
             }
         )
 
@@ -67,6 +117,8 @@ class ImageClassificationObjective(Objective):
         return picture_shape(self._config)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        if self.features is not None:
+            self.features.show(batch)
         return {"pixel_values": batch["pixel_values"]}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -93,9 +145,16 @@ class ImageClassificationObjective(Objective):
         return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
 
     def _losses(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], smoothing: float) -> torch.Tensor:
-        return F.cross_entropy(
-            logits, batch["labels"], ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
-        )
+        def losses(labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(
+                logits, labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
+            )
+
+        labels = batch["labels"]
+        if not self._mixed:
+            return losses(labels)
+        others = batch["other_labels"].where(labels != IGNORE_INDEX, IGNORE_INDEX)
+        return batch["shares"] * losses(labels) + (1 - batch["shares"]) * losses(others)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random pictures; in every third step the last one has no label."""
@@ -103,15 +162,23 @@ class ImageClassificationObjective(Objective):
         labels = torch.randint(0, int(self._config.num_labels), (samples,), generator=generator)
         if step % 3 == 2 and samples > 2:
             labels[-1] = IGNORE_INDEX
-        return {"pixel_values": torch.randn(samples, *self._shape, generator=generator), "labels": labels}
+        pictures = torch.randn(samples, *self._shape, generator=generator)
+        if not self._mixed:
+            return {"pixel_values": pictures, "labels": labels}
+        others = torch.randint(0, int(self._config.num_labels), (samples,), generator=generator)
+        shares = torch.rand(samples, generator=generator)
+        return {"pixel_values": pictures, "labels": labels, "other_labels": others, "shares": shares}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One sample at a time."""
         losses = []
-        for picture, label in zip(batch["pixel_values"], batch["labels"].tolist(), strict=True):
+        for at, (picture, label) in enumerate(zip(batch["pixel_values"], batch["labels"].tolist(), strict=True)):
             if label != IGNORE_INDEX:
                 shares = forward(pixel_values=picture[None]).logits[0].float().log_softmax(-1)
-                losses.append((self._smoothing - 1) * shares[label] - self._smoothing * shares.mean())
+                right = shares[label]
+                if self._mixed:
+                    right = right.lerp(shares[batch["other_labels"][at]], 1 - batch["shares"][at])
+                losses.append((self._smoothing - 1) * right - self._smoothing * shares.mean())
         return Reference(torch.stack(losses).sum())
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
 
 FAMILIES = (
     *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
@@ -22,6 +24,12 @@ class ImageClassificationConfig(ObjectiveConfig):
 
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
     """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
+    mixup: float = field(default=0.0, metadata={"at_least": 0})
+    """Each training picture gets a share of another one, and of its label, drawn by seed and sample from the Beta
+    distribution of this number twice (Zhang et al. 2018); 0 mixes none."""
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        return kept_features_errors(config, parts=False)
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:

@@ -11,7 +11,6 @@ part's gradients are there, and zero, also where a step happens to hold no pictu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,14 +20,12 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.first_weights import RunStart
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.loss_head import TokenLoss
 from mgpu_pipe.objectives.pictures import Picture, pictures_of
-from mgpu_pipe.objectives.tower_features import TowerFeatures
+from mgpu_pipe.objectives.tower_features import LlavaFeatures, SeesPictures, keeps_features
 from mgpu_pipe.objectives.vision_language_keys import DESCRIPTION, VisionLanguageConfig
 from mgpu_pipe.parallel.randomness import step_seed
 
@@ -39,7 +36,7 @@ SHORTEST = 4
 """Tokens of text in a random sample."""
 
 
-class VisionLanguageObjective(Objective):
+class VisionLanguageObjective(SeesPictures):
     """Cross-entropy of the answers under a Hugging Face model ``...ForConditionalGeneration`` of pictures and text.
 
     An answer is right if each of its tokens is the likeliest one behind those before it, which is so if and only if
@@ -47,7 +44,7 @@ class VisionLanguageObjective(Objective):
 
     Args:
         chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
-        keeps_features: ``data.cache_features``.
+        keeps: ``data.cache_features``.
         packed: a row may hold several conversations.
     """
 
@@ -60,7 +57,7 @@ class VisionLanguageObjective(Objective):
         optimizer_factory: Any,
         learning_rate: LearningRate,
         chunk_tokens: int | str,
-        keeps_features: bool = False,
+        keeps: bool = False,
         packed: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
@@ -68,43 +65,27 @@ class VisionLanguageObjective(Objective):
         self._config.use_cache = False
         self._packed, self._pictures = packed, pictures_of(self._config, packed)
         self._loss = TokenLoss(model, chunk_tokens)
-        self._features = TowerFeatures(model) if keeps_features else None
+        self.features = LlavaFeatures(model) if keeps else None
 
     @classmethod
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(VisionLanguageConfig, config.objective)
-        keeps = isinstance(config.data, PictureChatConfig) and config.data.cache_features
         packed = config.data.packing != "none"
-        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keeps, packed)
-
-    def needs_first_weights(self, start: RunStart) -> bool:
-        return self._features is not None and not self._features.load(start)
-
-    def first_weights(self, start: RunStart) -> None:
-        if self._features is not None:
-            self._features.measure(start, self.trainer.strategy, self)
-
-    def training_step(self, step_batch: StepBatch, batch_idx: int) -> dict[str, Any]:
-        with self._features.of("train") if self._features else nullcontext():
-            return super().training_step(step_batch, batch_idx)
-
-    def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
-        with self._features.of("validation") if self._features else nullcontext():
-            super().validation_step(step_batch, batch_idx)
+        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keeps_features(config), packed)
 
     @property
     def batch_spec(self) -> BatchSpec:
         """``input_ids`` and ``labels``, int64, (rows, seq_len), labels shifted; then the pictures, and where their
         features are kept ``shown``, the pictures' numbers, int64, (rows, most)."""
         labels = Field(padding=IGNORE_INDEX, target=True)
-        shown = {"shown": Field(sequence_dim=None, shape=(1,))} if self._features else {}
+        shown = {"shown": Field(sequence_dim=None, shape=(1,))} if self.features else {}
         return BatchSpec({"input_ids": Field(), "labels": labels, **self._pictures.fields, **shown})
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        if self._features is not None:
-            self._features.show(batch)
+        if self.features is not None:
+            self.features.show(batch)
         inputs = self._pictures.inputs(batch)
         if self._packed and takes_document_starts(cast(Any, self.model).get_decoder()):
             inputs["attention_mask"] = document_starts(inputs["position_ids"])

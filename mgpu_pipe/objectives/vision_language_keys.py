@@ -10,11 +10,10 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
-from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.image.pixels import of_vision
 from mgpu_pipe.data.text.tokenizer import model_field
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS
+from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
 
 PACKED = "llava"
 """The family whose rows may hold several conversations."""
@@ -48,29 +47,7 @@ class VisionLanguageConfig(ObjectiveConfig):
         if config.data.packing != "none" and kind != PACKED:
             reason = f"of conversations with pictures those for {PACKED} are packed alone"
             errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
-        if isinstance(config.data, PictureChatConfig) and config.data.cache_features:
-            errors += _features_change(config, config.data)
-        return errors
-
-
-def _features_change(config: RunConfig, data: PictureChatConfig) -> list[ConfigError]:
-    """Why what the tower makes of a picture is not the same in every step."""
-    model, peft = config.model, config.peft
-    kind = model.type or model_field(model, "model_type")
-    adapted = peft.name != "none" and not set(peft.targets) <= {"language", "projector"}
-    changes = {"shift": 0, "turn": 0.0, "flip": False, "random_crop": 1.0}
-    changed = [f"data.{key}={off}".lower() for key, off in changes.items() if getattr(data, key) != off]
-    drops = [key for key in ("attention_dropout", "dropout", "hidden_dropout") if of_vision(model, key)]
-    found = [
-        ("model.freeze=[vision]", "its tower learns", "vision" not in model.freeze),
-        ("peft.targets=[language]", "its tower gets adapters", adapted),
-        ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
-        ("LLaVA", f"what the tower of {kind} sees is not kept", kind != "llava"),
-        *((fix, "each step changes its pictures", True) for fix in changed),
-        *((f"model.config.vision_config.{key}=0", "its tower drops out", True) for key in drops),
-    ]
-    wrong = ((f"use {fix}, or false", reason) for fix, reason, there in found if there)
-    return [ConfigError("data.cache_features", True, *one) for one in wrong]
+        return errors + kept_features_errors(config, families=("llava",))
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -69,6 +70,11 @@ def test_every_strategy_is_one_sample_at_a_time(processes: int, strategy: tuple[
     assert [one for one in worst if not one.passed] == []
 
 
+def test_mixed_pictures_are_one_sample_at_a_time() -> None:
+    config = small_run(*VIT, "objective.mixup=0.4", "trainer.devices=2", "strategy=fsdp", "data.micro_batch_size=2")
+    assert [one for one in run_processes(2, verified, config)[0] if not one.passed] == []
+
+
 def test_a_planted_error_is_found() -> None:
     config = small_run(*VIT, "trainer.devices=2", "strategy=fsdp")
     found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
@@ -90,8 +96,6 @@ OWN = {
     "pvt_v2": {**NARROWING, "image_size": 32},
 }
 """Families whose sizes have a number for each stage."""
-TOWER = ("depths", "hidden_sizes", "num_stages", "embed_dim")
-"""What image towers of two-tower models do not have."""
 
 
 def made(family: str) -> ImageClassificationObjective:
@@ -99,7 +103,8 @@ def made(family: str) -> ImageClassificationObjective:
     given = {**NOISELESS, **OWN[family]} if family in OWN else SMALL
     fields: dict[str, Any] = {name: value for name, value in given.items() if name in known}
     if "vision_config" in known:
-        fields["vision_config"] = {name: value for name, value in SMALL.items() if name not in TOWER}
+        tower = AutoConfig.for_model(family).vision_config
+        fields["vision_config"] = {name: value for name, value in SMALL.items() if hasattr(tower, name)}
     names = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
     model = build_meta(ModelConfig(type=family, config={**fields, **names}), "AutoModelForImageClassification")
     return ImageClassificationObjective(materialise(model, 1, "cpu"), None, lambda step: 1.0, 0.2)
@@ -142,6 +147,32 @@ def small_data(folder: Path, *overrides: str) -> RunConfig:
     given = ("data=image_folder", f"data.paths=[{root}]", f"data.cache_dir={folder / 'cache'}", "data.flip=true")
     more = ("trainer.max_steps=4", "data.validation_fraction=0.2", "data.shift=2", "objective.label_smoothing=0.1")
     return compose([*PICTURES, *given, *shape, *more, *overrides])[0]
+
+
+def test_mixup_draws_by_seed_and_sample_and_leaves_held_out_pictures(tmp_path: Path) -> None:
+    """However the batch is cut; shares and partners are those of the Beta distribution and of all pictures."""
+
+    def opened(split: Any, *overrides: str) -> Any:
+        config = small_data(tmp_path, *overrides)
+        return ImageClassificationObjective.samples(config, prepare(config).open(config, split))
+
+    mixed, plain = opened("train", "objective.mixup=0.4"), opened("train")
+    indices, numbers = np.arange(40), 100 + np.arange(40)
+    whole, own = mixed.batch(indices, numbers), plain.batch(indices, numbers)
+    again = mixed.batch(indices[7:9], numbers[7:9])
+    assert all(torch.equal(whole[name][7:9], value) for name, value in again.items())
+    shares, labels = whole["shares"], own["labels"]
+    assert torch.equal(whole["labels"], labels) and 0 <= shares.min() < 0.1 and 0.9 < shares.max() <= 1
+    assert abs(float(shares.mean()) - 0.5) < 0.2 and bool((whole["other_labels"] != labels).any())
+    at = int((shares < 0.9).nonzero()[0])
+    other = (whole["pixel_values"][at] - shares[at] * own["pixel_values"][at]) / (1 - shares[at])
+    every = plain.batch(np.arange(len(plain)), np.full(len(plain), numbers[at]))
+    partner = (every["pixel_values"] - other).abs().flatten(1).amax(1)
+    assert partner.min() < 1e-4 and every["labels"][partner.argmin()] == whole["other_labels"][at]
+    held, usual = opened("validation", "objective.mixup=0.4"), opened("validation")
+    given, truth = (one.batch(np.arange(3), -1 - np.arange(3)) for one in (held, usual))
+    assert all(torch.equal(given[name], value) for name, value in truth.items())
+    assert bool((given["shares"] == 1).all())
 
 
 run = partial(small_runs.run, small_data)

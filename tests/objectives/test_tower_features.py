@@ -45,7 +45,14 @@ def _once(again: bool, *words: Any) -> dict[str, Any]:
 
 def rows(folder: Path) -> list[list[float]]:
     with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        names = ("train/loss", "train/grad_norm", "val/loss", "val/exact_match")
+        names = (
+            "train/loss",
+            "train/grad_norm",
+            "val/loss",
+            "val/exact_match",
+            "val/accuracy",
+            "val/zero_shot_accuracy",
+        )
         return [[float(row[name]) for name in names if row.get(name)] for row in csv.DictReader(file)]
 
 
@@ -110,7 +117,7 @@ def test_the_run_is_the_one_that_computes_them_in_every_step(
             ("model.config.vision_config.attention_dropout=0.1",),
             "its tower drops out; use model.config.vision_config.attention_dropout=0, or false",
         ),
-        (("model=qwen3_vl_tiny",), "what the tower of qwen3_vl sees is not kept; use LLaVA, or false"),
+        (("model=qwen3_vl_tiny",), "what the tower of qwen3_vl sees is not kept; use llava, or false"),
     ],
 )
 def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str) -> None:

@@ -52,7 +52,8 @@ class StoredPictures:
 
 
 class LabelledImages(ArrayData):
-    """One split. A sample is ``pixel_values``, float32 of shape (channels, size, size), and ``labels``, int64."""
+    """One split. A sample is ``pixel_values``, float32 of shape (channels, size, size), and ``labels``, int64; where
+    the tower's features are kept also its number, ``shown``, int64."""
 
     def __init__(self, config: RunConfig, split: Split, prepared: PreparedImages) -> None:
         super().__init__(config, split)
@@ -75,7 +76,8 @@ class LabelledImages(ArrayData):
         fitted = (
             self._pixels.changed(image, self._data, random) if self.split == "train" else self._pixels.fitted(image)
         )
-        return {"pixel_values": self._pixels.array(fitted), "labels": self._labels[index]}
+        shown = {"shown": np.int64(index)} if self._data.cache_features else {}
+        return {"pixel_values": self._pixels.array(fitted), "labels": self._labels[index], **shown}
 
     def picture(self, index: int) -> Image:
         """As it is stored, in the model's channels."""

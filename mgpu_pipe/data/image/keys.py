@@ -31,6 +31,9 @@ class ImageConfig(DataConfig):
     """Least share of the area that a random crop of a training picture keeps; 1 crops none."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """A picture that cannot be used: stop before training, or name it, count it and leave it out."""
+    cache_features: bool = False
+    """Run a frozen vision tower once over every picture, before the first step, and keep in the run's folder what it
+    makes of them (model.freeze=[vision]); four bytes a value."""
 
     def sample_text(self) -> str:
         size = (
@@ -74,9 +77,6 @@ class PictureChatConfig(ImageConfig):
     """Frames a second that the model sees of a video file; a folder of frames has so many a second."""
     max_frames: int = field(default=768, metadata={"at_least": 2})
     """Frames that it sees of a video at most; of a longer one they are further apart."""
-    cache_features: bool = False
-    """Run a frozen vision tower once over every picture, before the first step, and keep in the run's folder what it
-    makes of them (model.freeze=[vision], LLaVA); four bytes a value."""
 
     def sample_text(self) -> str:
         return f"conversations of {self.seq_len} tokens with {super().sample_text()}"

@@ -1,0 +1,166 @@
+"""Features of frozen towers of classifiers and of models of two towers, kept. Oracle: each step computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.checks.model import check_names
+from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.base import Alone
+from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION
+from mgpu_pipe.objectives.image_classification_keys import FAMILIES
+from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PooledFeatures, SeesPictures
+from tests.objectives import test_contrastive, test_image_classification
+from tests.objectives.test_tower_features import _once, equal
+from tests.support import small_runs
+from tests.support.processes import run_processes
+
+STILL = ("data.flip=false", "data.shift=0", "data.cache_features=true")
+VIT = (test_image_classification.small_data, ("model.freeze=[vit.*]", *STILL))
+CLIP = (test_contrastive.captioned, ("model.freeze=[vision]", *STILL))
+DATA = {"vit": VIT, "clip": CLIP}
+
+
+def run(kind: str, folder: Path, processes: int, *overrides: str) -> None:
+    data, given = DATA[kind]
+    small_runs.run(data, folder, processes, *given, *overrides)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of one process that computes the features in every step, once a kind."""
+    made = dict[str, Path]()
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind) / "run"
+            run(kind, made[kind], 1, "strategy=single", "trainer.val_every_n_steps=2", "data.cache_features=false")
+        return made[kind]
+
+    return of
+
+
+def cells() -> Sequence[Any]:
+    sampled = {("vit", "strategy=ddp"), ("clip", "strategy=fsdp")}
+    every = [(kind, f"strategy={name}") for kind in DATA for name in ("ddp", "fsdp", "tp", "zero3")]
+    return [pytest.param(*one, marks=() if one in sampled else pytest.mark.exhaustive) for one in every]
+
+
+@pytest.mark.parametrize(("kind", "strategy"), cells())
+def test_the_run_is_the_one_that_computes_them_in_every_step(
+    plain: Callable[[str], Path], tmp_path: Path, kind: str, strategy: str
+) -> None:
+    """And one that goes on half-way, in its folder, without the tower."""
+    more = (strategy, "trainer.val_every_n_steps=2", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    folder = tmp_path / "run"
+    with mock.patch.object(small_runs, "_trained", partial(_once, False)):
+        run(kind, folder, 2, *more)
+    equal(folder, plain(kind))
+    saved, (data, given) = str(folder / "checkpoints" / "step-00000002"), DATA[kind]
+    run_processes(2, partial(_once, True), data, str(folder), [*given, *more, "trainer.devices=2"], saved)
+    equal(folder, plain(kind))
+
+
+def objective_of(kind: str, family: str) -> tuple[SeesPictures, Callable[[Any], torch.Tensor]]:
+    if kind == "vit":
+        classifier = test_image_classification.made(family)
+        classifier.model.requires_grad_(False).get_submodule("classifier").requires_grad_(True)
+        classifier.features = ClassifierFeatures(classifier.model)
+
+        def loss(batch: Any) -> torch.Tensor:
+            return classifier.micro_batch_loss(batch)
+
+        return classifier, loss
+    towers = test_contrastive.made(family)
+    towers.model.get_submodule("vision_model").requires_grad_(False)
+    towers.features = PooledFeatures(towers.model)
+
+    def met(batch: Any) -> torch.Tensor:
+        towers.meet([batch], 1, Alone())
+        return towers.micro_batch_loss(batch)
+
+    return towers, met
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        *(pytest.param("vit", one, marks=() if one == "vit" else pytest.mark.exhaustive) for one in FAMILIES),
+        *(
+            pytest.param("clip", one, marks=() if one == "clip" else pytest.mark.exhaustive)
+            for one in DESCRIPTION.families
+        ),
+    ],
+)
+def test_loss_and_gradients_of_every_family(kind: str, family: str) -> None:
+    objective, loss = objective_of(kind, family)
+    features = objective.features
+    assert features is not None
+    features.check()
+    batch = objective.random_batch(3, 0, 6, 12, packed=False) | {"shown": torch.tensor([3, 1, 0, 2, 5, -1])}
+
+    def measured() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        objective.model.zero_grad()
+        total = loss(batch)
+        total.backward()  # type: ignore[no-untyped-call]
+        grads = {name: one.grad.clone() for name, one in objective.model.named_parameters() if one.grad is not None}
+        return total.detach(), grads
+
+    batch = {name: value[:5] for name, value in batch.items()}
+    expected, truth = measured()
+    features._tables["train"] = np.zeros((6, *features._shape), np.float32)
+    with features.of("train"):
+        features.measures = True
+        measured()
+        features.measures = False
+        with mock.patch.object(features, "_run", side_effect=AssertionError("the tower ran")):
+            found, grads = measured()
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    size = torch.stack([one.norm() for one in truth.values()]).norm()
+    assert grads.keys() == truth.keys() and len(truth) >= 2
+    for name, one in truth.items():
+        assert (grads[name] - one).norm() <= 1e-5 * one.norm() + 1e-7 * size, name
+
+
+def config(*overrides: str) -> RunConfig:
+    return compose(["objective=image_classification", "data=digits", "model=vit_tiny", *overrides])[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), "its tower learns; use model.freeze=[vit.*], or false"),
+        (("model.freeze=[vit.layers.*]",), "its tower learns; use model.freeze=[vit.*], or false"),
+    ],
+)
+def test_a_classifier_that_learns_below_its_last_layer_is_refused(overrides: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_names(config("data.shift=0", "data.cache_features=true", *overrides))
+    assert str(raised.value) == f"data.cache_features=true: {told}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("peft=lora", "peft.targets=[query]"), "its tower gets adapters; use peft=none, or false"),
+        (("objective.mixup=0.2",), "each step changes its pictures; use objective.mixup=0, or false"),
+        (("data.flip=true",), "each step changes its pictures; use data.flip=false, or false"),
+        (
+            ("model.config.hidden_dropout_prob=0.1",),
+            "its tower drops out; use model.config.hidden_dropout_prob=0, or false",
+        ),
+    ],
+)
+def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str) -> None:
+    made = config("data.shift=0", "data.cache_features=true", *overrides)
+    assert [str(error) for error in made.objective.run_errors(made)] == [f"data.cache_features=true: {told}"]
