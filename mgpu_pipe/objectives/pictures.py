@@ -169,15 +169,11 @@ class OneSize(Pictures):
 class InParts(OneSize):
     """The same, of parts of pictures and pictures seen whole, which the model is given as those of one row."""
 
-    def inputs(self, batch: Batch) -> dict[str, Any]:
-        """None wholly zero: the model takes such a picture for one that fills up, and leaves it out."""
-        given = super().inputs(batch)
-        pixels = given["pixel_values"].clone()
-        corner = pixels[..., 0, 0, 0]
-        pixels[..., 0, 0, 0] = torch.where(pixels.flatten(2).any(2), corner, torch.full_like(corner, NOT_ZERO))
-        return {**given, "pixel_values": pixels}
-
     def _given(self, pixels: torch.Tensor) -> torch.Tensor:
+        """None wholly zero: the model takes such a picture for one that fills up, and leaves it out."""
+        pixels = pixels.clone()
+        corner = pixels[:, 0, 0, 0]
+        pixels[:, 0, 0, 0] = torch.where(pixels.flatten(1).any(1), corner, torch.full_like(corner, NOT_ZERO))
         return pixels[None]
 
 
