@@ -70,7 +70,7 @@ def test_text_and_pictures_of_any_size_on_any_rank_are_one_process(
     model: str, processes: int, strategy: tuple[str, ...]
 ) -> None:
     """Whose positions are transformers' own. In one step of three no row has a picture."""
-    steps = 10 if "precision=bf16" in strategy else 3  # over a few the error of one bf16 process is luck
+    steps = 20 if "precision=bf16" in strategy else 3  # over a few the error of one bf16 process is luck
     config = small_run(*GIVEN, model, "data.packing=none", f"trainer.devices={processes}", *strategy, steps=steps)
     worst = run_processes(processes, verified, config)[0]
     assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
