@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,7 @@ def sequence_errors(config: RunConfig) -> list[BadInputError]:
         limit -= padding + 1
     if isinstance(limit, int) and config.data.seq_len > limit:
         own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
+        own = f"text_config.{own}" if isinstance(fields.get("text_config"), Mapping) else own
         fix = f"use at most {limit}, or raise model.config.{own}"
         reason = f"model {config.model.name} has {limit} positions"
         return [ConfigError("data.seq_len", config.data.seq_len, fix, reason)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,7 +76,7 @@ def partition_model(
         _set_part(new, values)
         if new.is_floating_point() and dtype != torch.float32:
             shards[name] = (start, values)
-    _gather_before(model)
+    _give_shapes(model)
     if folder is not None:
         shards = _read_parts(model, folder, dtype, rank, ranks)
     if recipe is not None:
@@ -86,17 +86,21 @@ def partition_model(
     return shards
 
 
-def _gather_before(model: nn.Module) -> None:
-    """Have the weights gathered that a module looks at before it calls the parts that they belong to."""
+def _give_shapes(model: nn.Module) -> None:
+    """Give weights their shapes for a module that looks at them before it calls the parts that they belong to.
+
+    No values are there, for they may be on their way already; those come when the part is called.
+    """
     names = family_of(str(cast("PreTrainedModel", model).config.model_type)).reads_inside
 
-    def gather(module: nn.Module, _: object) -> None:
-        parameters: list[Any] = list(module.parameters())
-        parameters[0].all_gather(parameters)
+    def give(module: nn.Module, _: object) -> None:
+        for parameter in cast("Iterable[Any]", module.parameters()):
+            if parameter.ds_status.name != "AVAILABLE":
+                parameter.data = parameter.data.new_empty(()).expand(parameter.ds_shape)
 
     for module in model.modules():
         if type(module).__name__ in names:
-            module.register_forward_pre_hook(gather)
+            module.register_forward_pre_hook(give)
 
 
 @torch.no_grad()

@@ -44,9 +44,9 @@ ADAPTED = {
 }
 MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
-    "ddp 3": ("clip", "pairs", "classes"),
+    "ddp 3": ("pairs", "classes"),
     "fsdp 3": ("dora", "qwen3_vl", "vit"),
-    "zero3 3": ("masked", "qlora"),
+    "zero3 3": ("masked", "qlora", "clip"),
     "tp 4": ("lora", "qwen2_5_vl"),
     "zero3_cpu 2": ("qlora, experts",),
     "pp 2 1f1b": ("qlora",),
