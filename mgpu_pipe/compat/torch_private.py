@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 PRIVATE = (
+    "torch.distributed.distributed_c10d:_resolve_process_group",
     "torch:_foreach_norm",
     "torch:_foreach_mul_",
     "torch:_foreach_lerp_",
@@ -154,3 +157,8 @@ def _fsdp_state(unit: Any) -> Any:
 def can_use_devices() -> bool:
     """Whether this process may use CUDA: not where it was forked from one that had asked for its devices."""
     return not torch.cuda._is_in_bad_fork()
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The process group of that ``group_name``, which operators are given instead."""
+    return distributed_c10d._resolve_process_group(cast(Any, name))

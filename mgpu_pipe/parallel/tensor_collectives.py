@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_pipe.compat.torch_private import group_of_name
+
 # torch 2.13 renamed them, and warns of the old names that 2.10 has alone.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -34,6 +36,23 @@ def all_gather_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     parts = x.new_empty((group.size(), *x.shape))
     _all_gather(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts.movedim(0, SEQUENCE_DIM - 1).flatten(SEQUENCE_DIM - 1, SEQUENCE_DIM)
+
+
+@torch.library.custom_op("mgpu_pipe::gather_again", mutates_args=())
+def gather_again(x: torch.Tensor, group: str) -> torch.Tensor:
+    """As :func:`all_gather_sequence`, for the backward pass of compiled code, to which this is another operator than
+    the forward pass's gathering: it would keep that one's result. Several of the same ``x`` become one.
+
+    Args:
+        group: its name.
+    """
+    return all_gather_sequence(x, group_of_name(group)).contiguous()
+
+
+@gather_again.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    *outer, length, width = x.shape
+    return x.new_empty(*outer, length * group_of_name(group).size(), width)
 
 
 def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -22,6 +22,7 @@ from mgpu_pipe.parallel.sequence import SequenceSplit, hidden_of, with_hidden
 from mgpu_pipe.parallel.tensor_collectives import (
     all_gather_sequence,
     divide_backward,
+    gather_again,
     gather_sequence,
     split_sequence,
     sum_backward,
@@ -63,10 +64,10 @@ class _GatheredLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         transposed: bool,
         shared: GatheredInput,
+        group: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(split, weight)
-        ctx.transposed, ctx.shared = transposed, shared
-        shared.users += ctx.needs_input_grad[2]
+        ctx.transposed, ctx.shared, ctx.group = transposed, shared, group
         return F.linear(whole, weight.t() if transposed else weight, bias)
 
     @staticmethod
@@ -76,10 +77,12 @@ class _GatheredLinear(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         grad_weight = None
         if want_weight:
-            gathered = ctx.shared.gather_again(split).flatten(0, -2)
+            compiled = torch.compiler.is_compiling()
+            whole = gather_again(split, ctx.group) if compiled else ctx.shared.gather_again(split)
+            gathered = whole.flatten(0, -2)
             grad_weight = gathered.t() @ rows if ctx.transposed else rows.t() @ gathered
         grad_whole = (grad @ (weight.t() if ctx.transposed else weight)) if want_whole else None
-        return grad_whole, None, grad_weight, rows.sum(0) if want_bias else None, None, None
+        return grad_whole, None, grad_weight, rows.sum(0) if want_bias else None, None, None, None
 
 
 class ColumnRegion:
@@ -118,15 +121,17 @@ class ColumnRegion:
         """Make ``layer``, a child of the region whose weight is cut already, use the region's input."""
         if type(layer) not in (nn.Linear, Conv1D):
             return  # a layer of another kind, such as a float8 one, keeps its input whole
-        plain_forward, transposed = layer.forward, isinstance(layer, Conv1D)
+        plain_forward, transposed, name = layer.forward, isinstance(layer, Conv1D), self._group.group_name
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             shared = self._shared
             if shared is None or x is not shared.whole:
                 result: torch.Tensor = plain_forward(x)
                 return result
+            # Here, for compiled code changes nothing inside of an autograd function.
+            shared.users += torch.is_grad_enabled() and bool(layer.weight.requires_grad)
             gathered: torch.Tensor = _GatheredLinear.apply(
-                x, shared.split, layer.weight, layer.bias, transposed, shared
+                x, shared.split, layer.weight, layer.bias, transposed, shared, name
             )
             return gathered
 
