@@ -1,4 +1,4 @@
-"""The files by which transformers makes a vision-language model's inputs, beside its weights.
+"""The files by which transformers makes the inputs of a model that sees, beside its weights.
 
 They are plain JSON, written without the processors themselves, some of which want torchvision to be built.
 """
@@ -12,8 +12,9 @@ from typing import Any
 
 from mgpu_pipe.data.image.clips import FEWEST
 from mgpu_pipe.data.image.grids import GridPixels, chat_pixels
-from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.image.keys import ImageConfig, PictureChatConfig
 from mgpu_pipe.data.image.parts import PartPixels
+from mgpu_pipe.data.image.pixels import Pixels
 from mgpu_pipe.data.text.conversations import PLACE
 from mgpu_pipe.families.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
 from mgpu_pipe.inference.load import StoredModel
@@ -31,7 +32,11 @@ def write_processor(stored: StoredModel, out: Path) -> None:
             if (stored.maker / name).is_file():
                 shutil.copyfile(stored.maker / name, out / name)
         return
-    if stored.config is None or not isinstance(stored.config.data, PictureChatConfig):
+    if stored.config is None or not isinstance(stored.config.data, ImageConfig):
+        return
+    if not isinstance(stored.config.data, PictureChatConfig):
+        pixels = Pixels.of(stored.config.data, stored.config.model)
+        _write(out / PICTURES, _of_squares(pixels, "CLIPImageProcessor"))  # it can do all that is done to a picture
         return
     pixels, model = chat_pixels(stored.config.data, stored.config.model), stored.model.config
     if isinstance(pixels, GridPixels):  # its processor as a whole wants torchvision, and tokens of its own
@@ -44,18 +49,7 @@ def write_processor(stored: StoredModel, out: Path) -> None:
         _write(out / PICTURES, _of_parts(pixels, kind))
         _write(out / ALL, {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens})
         return
-    side, vision = {"height": pixels.size, "width": pixels.size}, model.vision_config
-    crops = pixels.fit == "crop"
-    pictures = {
-        "image_processor_type": "LlavaImageProcessor",
-        "size": {"shortest_edge": pixels.size} if crops else side,
-        "crop_size": side,
-        "do_center_crop": crops,
-        "resample": BILINEAR,
-        "image_mean": list(pixels.mean),
-        "image_std": list(pixels.std),
-        "do_convert_rgb": pixels.channels == 3,
-    }
+    pictures, vision = _of_squares(pixels, "LlavaImageProcessor"), model.vision_config
     if kind == "PaliGemma":
         pictures |= {"image_processor_type": "SiglipImageProcessor", "image_seq_length": places_of(model)}
         _write(out / PICTURES, pictures)
@@ -70,6 +64,20 @@ def write_processor(stored: StoredModel, out: Path) -> None:
     }
     for name, content in ((PICTURES, pictures), (ALL, whole)):
         _write(out / name, content)
+
+
+def _of_squares(pixels: Pixels, kind: str) -> dict[str, Any]:
+    side, crops = {"height": pixels.size, "width": pixels.size}, pixels.fit == "crop"
+    return {
+        "image_processor_type": kind,
+        "size": {"shortest_edge": pixels.size} if crops else side,
+        "crop_size": side,
+        "do_center_crop": crops,
+        "resample": BILINEAR,
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+        "do_convert_rgb": pixels.channels == 3,
+    }
 
 
 def _of_grid(pixels: GridPixels) -> dict[str, Any]:

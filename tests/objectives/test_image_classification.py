@@ -182,7 +182,7 @@ run = partial(small_runs.run, small_data)
 def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tuned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoModelForImageClassification
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     from mgpu_pipe.cli import main
     from mgpu_pipe.inference.load import load_run
@@ -209,6 +209,11 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tun
     with torch.no_grad():
         ours, plain = (model(pixel_values=pixels).logits for model in (load_run(tmp_path / "second").model, exported))
     assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
+    config = small_data(tmp_path)
+    held_out: Any = prepare(config).open(config, "validation")
+    picture = held_out._data.picture(1)
+    seen = AutoImageProcessor.from_pretrained(tmp_path / "out")(picture, return_tensors="pt")["pixel_values"]
+    assert torch.allclose(seen, held_out.batch(np.array([1]), np.array([-1]))["pixel_values"], atol=1e-6)
     # The folder is trained on, with its classes and its own mean and deviation of the channels.
     (tmp_path / "out" / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.2], "image_std": [0.3]}))
     config = small_data(tmp_path, "model=hf", f"model.path={tmp_path / 'out'}")
