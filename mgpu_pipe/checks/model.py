@@ -159,13 +159,13 @@ def check_names(config: RunConfig) -> None:
     keeps_features = getattr(config.data, "cache_features", False)
     if config.model.freeze or config.peft.name != "none" or config.optimizer.groups or keeps_features:
         from mgpu_pipe.models.build import run_model
-        from mgpu_pipe.objectives.tower_features import SeesPictures
         from mgpu_pipe.training.parameter_groups import treatments
 
         model = run_model(config)
         treatments(model, config.optimizer)
         if keeps_features:
             from mgpu_pipe.objectives.registry import objective_class
+            from mgpu_pipe.objectives.tower_features import SeesPictures
 
             objective = objective_class(config.objective.name).from_config(config, model, None, lambda step: 1.0)
             if isinstance(objective, SeesPictures) and objective.features is not None:

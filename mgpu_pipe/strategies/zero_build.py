@@ -89,7 +89,7 @@ def partition_model(
 def _give_shapes(model: nn.Module) -> None:
     """Give weights their shapes for a module that looks at them before it calls the parts that they belong to.
 
-    No values are there, for they may be on their way already; those come when the part is called.
+    The values come when the part is called. DeepSpeed may be fetching them already, so they are not gathered here.
     """
     names = family_of(str(cast("PreTrainedModel", model).config.model_type)).reads_inside
 
