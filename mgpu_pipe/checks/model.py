@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.families.family import FLASH
-from mgpu_pipe.families.find import document_isolation, family_of
+from mgpu_pipe.families.find import document_isolation
 from mgpu_pipe.topology import ParallelDims
 
 BEHIND_PADDING = (
@@ -96,10 +96,6 @@ def check_attention(config: RunConfig) -> None:
         value = config.model.type if config.model.path is None else config.model.path
         reason = f"objective.name={told.name} does not train the {model_type} family"
         raise ConfigError(key, value, f"use one of the families {', '.join(told.families)}", reason)
-    stage3 = config.strategy.engine == "deepspeed" and config.strategy.deepspeed.stage == 3
-    if stage3 and told.samples == "captioned_images" and not family_of(str(model_type)).zero3_alone:
-        reason = f"a part of {model_type} reads another part's weights, which ZeRO-3 has not gathered then"
-        raise ConfigError("strategy.deepspeed.stage", 3, "use strategy=fsdp, or strategy=zero2", reason)
     refused = config.objective.model_errors(fields)
     if refused:
         raise refused[0]

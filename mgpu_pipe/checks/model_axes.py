@@ -13,6 +13,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.fields import TEXT, part_type
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -40,9 +41,10 @@ def model_axis_errors(
     span = dims.dp_shard * dims.tp
     sizes = [size for size in range(1, span + 1) if span % size == 0 and size % dims.tp == 0]
     errors += expert_parallel_errors(fields, model_type, dims.ep, [1, *sizes])
+    language = fields.get(TEXT) if description(config.objective.name).samples == "picture_chats" else None
     errors += pipeline_errors(
         fields,
-        model_type,
+        part_type(model_type, TEXT, language) if isinstance(language, Mapping) else model_type,
         dims.pp,
         strategy.pipeline.schedule,
         plan.num_micro_batches,

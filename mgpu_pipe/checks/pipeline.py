@@ -8,7 +8,9 @@ from typing import Any
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.find import axes_of, stages_of
+from mgpu_pipe.models.fields import VISION, part_fields
 from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
+from mgpu_pipe.planner.pipeline import layer_costs, stage_layers
 
 SCHEDULE_KEY = "strategy.pipeline.schedule"
 LAYERS_KEY = "strategy.pipeline.layers"
@@ -67,12 +69,32 @@ def pipeline_errors(
         num_layers = fields.get("num_hidden_layers")
         if isinstance(num_layers, int):  # unknown of a family that is refused above
             errors += _layer_errors(num_layers, schedule, pp, stages, layers)
+        if not errors and isinstance(fields.get(VISION), Mapping):
+            errors += _picture_errors(fields, stages, layers)
     if not micro_batches_fit(schedule, pp, num_micro_batches):
         fitting = fitting_micro_batches(schedule, pp, num_micro_batches)
         fix = f"make it {' or '.join(map(str, fitting))} by data.global_batch_size or data.micro_batch_size"
         reason = f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step"
         errors.append(ConfigError(SCHEDULE_KEY, schedule, fix, reason))
     return errors
+
+
+def _picture_errors(fields: Mapping[str, Any], stages: int, by_hand: Sequence[int] | None) -> list[ConfigError]:
+    """Of a model that adds what its tower sees behind several layers (DeepStack, arXiv:2406.04334): all of them have to
+    be in the first stage."""
+    added = len(part_fields(str(fields["model_type"]), VISION, fields[VISION]).get("deepstack_visual_indexes") or ())
+    first = len(stage_layers(layer_costs(fields, 1), stages, by_hand)[0])
+    if first >= added:
+        return []
+    rest, others = fields["num_hidden_layers"] - added, stages - 1
+    if rest < others:
+        fix = f"use a pipeline of fewer stages: at most {rest + 1}"
+    else:
+        cut = [added, *(rest // others + (index < rest % others) for index in range(others))]
+        fix = f"give the first at least {added}, e.g. {LAYERS_KEY}=[{','.join(map(str, cut))}]"
+    given = ",".join(map(str, by_hand)) if by_hand else "auto"
+    reason = f"pictures are added behind the first {added} layers, and the first stage would have {first}"
+    return [ConfigError(LAYERS_KEY, given, fix, reason)]
 
 
 def fitting_micro_batches(schedule: str, pp: int, wanted: int) -> list[int]:

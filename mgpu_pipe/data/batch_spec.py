@@ -5,7 +5,7 @@ The objective owns its :class:`BatchSpec`; whatever handles micro-batches takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -77,6 +77,29 @@ class BatchSpec:
             for name, field in self.fields.items()
             if field.stages == "all" or (first and field.stages == "first") or (last and field.stages == "last")
         )
+
+    def in_stage(self, batch: Mapping[str, torch.Tensor], first: bool, last: bool) -> dict[str, torch.Tensor]:
+        """A micro-batch without the fields that a pipeline stage does not need."""
+        needed = self.needed(first, last)
+        return {name: value for name, value in batch.items() if name not in self.fields or name in needed}
+
+    def joined(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """All rows of micro-batches in one. Their sequences are equally long; what else is shorter is filled up."""
+        import torch
+        import torch.nn.functional as F
+
+        joined = {}
+        for name in batches[0]:
+            values, padding = [batch[name] for batch in batches], 0.0
+            if name in self.fields:
+                padding = self.fields[name].padding
+            shape = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
+            filled = []
+            for value in values:
+                missing = [(0, most - size) for most, size in zip(shape, value.shape[1:], strict=True)]
+                filled.append(F.pad(value, [one for pair in reversed(missing) for one in pair], value=padding))
+            joined[name] = torch.cat(filled)
+        return joined
 
     def targets(self) -> Iterator[tuple[str, Field]]:
         return ((name, field) for name, field in self.fields.items() if field.target)

@@ -113,8 +113,6 @@ class Family:
         mixes_tokens: a boolean of the configuration under which the tokens of a micro-batch are mixed.
         sizes: for the exact number of its parameters; None: it is not counted.
         reads_inside: classes of modules that look at the shapes of their parts' weights, which ZeRO-3 gives them.
-        zero3_alone: whether, of a model of pictures and texts, each module reads its own weights alone otherwise, which
-            ZeRO-3 goes by.
         projector: names of the modules of a tower that lie between it and the language model.
     """
 
@@ -135,7 +133,6 @@ class Family:
     mixes_tokens: str = ""
     sizes: Sizes | None = None
     reads_inside: tuple[str, ...] = ()
-    zero3_alone: bool = True
     projector: tuple[str, ...] = ()
 
     @property

@@ -30,10 +30,15 @@ LOOKED_AT, SHOWN, SIDE, FRAMES, AT_ONCE = 32, 12, 48, 6, 8
 that are shown, and questions of a forward pass."""
 
 
-def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: PreTrainedModel) -> list[dict[str, str]]:
+def answer_samples(
+    config: RunConfig, prepared: PreparedPictureChats, model: PreTrainedModel, forward: Callable[..., Any] | None = None
+) -> list[dict[str, str]]:
     """Some held-out conversations, those first that the model gets wrong: the question without what the chat template
     writes around it, the answer token by token behind the right one, and the pictures side by side as PNG. Of a sharded
     model a collective call.
+
+    Args:
+        forward: of a micro-batch's fields; see :meth:`EngineStrategy.sampling_forward`.
     """
     from mgpu_pipe.inference.generation import load_tokenizer
 
@@ -56,8 +61,10 @@ def answer_samples(config: RunConfig, prepared: PreparedPictureChats, model: Pre
         for at in range(0, len(chosen), AT_ONCE):
             indices = chosen[at : at + AT_ONCE]
             batch = samples.batch(indices, evaluation_numbers(indices))
+            given = {name: value.to(device) for name, value in batch.items()}
             with torch.no_grad():
-                logits = model(**kind.inputs({name: value.to(device) for name, value in batch.items()})).logits
+                seen = model(**kind.inputs(given)) if forward is None else forward(**given, logits_to_keep=0)
+            logits = seen.logits
             best = logits.argmax(-1).cpu()
             for row, index in enumerate(indices.tolist()):
                 labels = batch["labels"][row]

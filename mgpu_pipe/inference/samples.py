@@ -53,7 +53,7 @@ def make_samples(
     if isinstance(prepared, PreparedImages):
         return picture_samples(config, prepared, model)
     if isinstance(prepared, PreparedPictureChats):
-        return answer_samples(config, prepared, model)
+        return answer_samples(config, prepared, model, forward)
     if isinstance(prepared, PreparedSpeech):
         return transcript_samples(config, prepared, model)
     if not prompts or tokenizer_folder is None:

@@ -48,6 +48,8 @@ MODEL_CLASSES = {
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
 TEXT = "text_config"
 """A model's part that reads text."""
+VISION = "vision_config"
+"""One that sees."""
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes, of which one takes the place of another."""
 ALPHABET = {
@@ -158,7 +160,7 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
     resolved = {**defaults, **given}
     nested = resolved.get(TEXT)
     if isinstance(nested, Mapping):
-        resolved = {**resolved, **nested}
+        resolved = {**part_fields(_model_type(model), TEXT, nested), **resolved, **nested}
     resolved.update({standard: resolved[own] for standard, own in own_names.items() if own in resolved})
     return {**resolved, "model_type": _model_type(model)}
 
@@ -195,6 +197,12 @@ def part_type(model_type: str, name: str, fields: Mapping[str, Any]) -> str:
     """``model_type`` of a model's part, which is configured by ``fields`` under ``name``, such as vision_config."""
     usual = f"{model_type}_{name.removesuffix('_config')}"
     return str(fields.get("model_type", usual if config_class(usual) else f"{usual}_model"))
+
+
+def part_fields(model_type: str, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's part, and the literal defaults of its class."""
+    known = config_class(part_type(model_type, name, fields)) or ConfigClass()
+    return {**{one: value for one, value in known.defaults.items() if value is not NO_DEFAULT}, **fields}
 
 
 def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[BadInputError]:

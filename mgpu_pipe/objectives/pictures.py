@@ -74,7 +74,10 @@ class Pictures(ABC):
 
     @abstractmethod
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """The model's arguments for a micro-batch, which may have one row more than it."""
+        """The model's arguments for a micro-batch, which may have one row more than it.
+
+        Without pictures, and as many rows, where the micro-batch has no field of them: that of a later pipeline stage.
+        """
 
     @abstractmethod
     def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
@@ -124,15 +127,17 @@ class OneSize(Pictures):
         self._shape, self.most_tokens = picture_shape(config), places_of(config)
         self.fields = {
             **({"position_ids": Field(counting=True)} if packed else {}),
-            "pictures": Field(sequence_dim=None),
-            "pixel_values": Field(sequence_dim=None, dtype="float32", shape=(1, *self._shape)),
+            "pictures": Field(sequence_dim=None, stages="first"),
+            "pixel_values": Field(sequence_dim=None, stages="first", dtype="float32", shape=(1, *self._shape)),
         }
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        ids, pixels = batch["input_ids"], batch["pixel_values"]
+        ids, positions = batch["input_ids"], {name: batch[name] for name in ("position_ids",) if name in batch}
+        if "pixel_values" not in batch:
+            return {"input_ids": ids, **positions, "use_cache": False}
+        pixels = batch["pixel_values"]
         there = torch.arange(pixels.shape[1], device=pixels.device) < batch["pictures"].unsqueeze(1)
         pixels = pixels[there]
-        positions = {name: batch[name] for name in ("position_ids",) if name in batch}
         if not len(pixels):
             ids, pixels = self.with_blank(ids), pixels.new_zeros(1, *self._shape)
             counted = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -211,14 +216,16 @@ class OwnSizes(Pictures):
             self.most_tokens *= MOST_TIMES
         self.fields = {
             "position_ids": Field(sequence_dim=2, counting=True, shape=(3,)),
-            "grids": Field(sequence_dim=None, shape=(1, 3)),
-            "pixel_values": Field(sequence_dim=None, dtype="float32", shape=(1, grid.values)),
+            "grids": Field(sequence_dim=None, stages="first", shape=(1, 3)),
+            "pixel_values": Field(sequence_dim=None, stages="first", dtype="float32", shape=(1, grid.values)),
         }
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        ids, pixels, grids = batch["input_ids"], batch["pixel_values"], batch["grids"]
+        ids, positions = batch["input_ids"], batch["position_ids"].transpose(0, 1)
         ids = ids.masked_fill(ids == self._video, self.token)
-        positions = batch["position_ids"].transpose(0, 1)
+        if "pixel_values" not in batch:
+            return {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        pixels, grids = batch["pixel_values"], batch["grids"]
         patches = grids.prod(-1)
         pixels = pixels[torch.arange(pixels.shape[1], device=pixels.device) < patches.sum(1, keepdim=True)]
         shown = grids[patches > 0]

@@ -42,6 +42,7 @@ def kept_features_errors(config: RunConfig, parts: bool = True, families: Sequen
         (beside, "its tower gets adapters", adapted),
         ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
         (" or ".join(families), f"what the tower of {kind} sees is not kept", families and kind not in families),
+        ("strategy.pp=1", "every process that trains reads them", config.strategy.pp != 1),
         *((fix, "each step changes its pictures", True) for fix in changed),
         *((f"model.config.{nested}{fix}", "its tower drops out", True) for fix in drops),
     ]

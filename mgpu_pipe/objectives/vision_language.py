@@ -87,8 +87,12 @@ class VisionLanguageObjective(SeesPictures):
         if self.features is not None:
             self.features.show(batch)
         inputs = self._pictures.inputs(batch)
-        if self._packed and takes_document_starts(cast(Any, self.model).get_decoder()):
+        # Questions that are asked after training have a row each.
+        if self._packed and "position_ids" in inputs and takes_document_starts(cast(Any, self.model).get_decoder()):
             inputs["attention_mask"] = document_starts(inputs["position_ids"])
+        return inputs
+
+    def sampling_batch(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
         return inputs
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:

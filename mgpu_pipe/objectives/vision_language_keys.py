@@ -69,5 +69,5 @@ DESCRIPTION = Description(
     attention="own",
     samples="picture_chats",
     families=("llava", *OWN_TOWERS, *READ_QUESTIONS_WHOLE),
-    refused_axes=("pp", "cp", "ep"),
+    refused_axes=("cp", "ep"),
 )

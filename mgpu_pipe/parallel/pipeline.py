@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from mgpu_pipe.compat.torch_private import find_fsdp_units
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.parallel.memory import ForwardMeter, gathered_bytes
-from mgpu_pipe.parallel.pipeline_stages import StageView, cut_stages
+from mgpu_pipe.parallel.pipeline_stages import StageView, cut_stages, hidden_width
 from mgpu_pipe.parallel.pipeline_streams import StagesPerRank, stages_by_rank
 from mgpu_pipe.parallel.pipeline_tied import reduce_tied_gradients
 from mgpu_pipe.parallel.pipeline_timing import forward_slots
@@ -128,7 +128,7 @@ class Pipeline:
         """Those of the last step batch."""
         self._device, self._objective, self._dtype = device, objective, dtype
         self._model = views[0].model
-        self._width = int(self._model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+        self._width = hidden_width(self._model)
         self._in_stage, self._after_weights = in_stage, after_weights
         self._measure = measure
         self._left: dict[int, int] = {}
@@ -160,7 +160,7 @@ class Pipeline:
         self._find_sharded()
         count = len(micro_batches)
         schedule, self.stages = self._schedule(count, self._boundary_shape(micro_batches[0]))
-        merged = {name: torch.cat([batch[name] for batch in micro_batches]) for name in micro_batches[0]}
+        merged = self._objective.batch_spec.joined(micro_batches)
         # torch wants a target to compute a loss with; the micro-batch has its own.
         schedule.step(**merged, target=torch.empty(count), return_outputs=False)  # type: ignore[attr-defined]
         return self._loss_sum
@@ -231,14 +231,20 @@ class Pipeline:
         batch: MicroBatch,
     ) -> torch.Tensor:
         """Hidden states, or on the last stage ``result_of`` the micro-batch."""
+        spec = self._objective.batch_spec
+        batch = spec.in_stage(batch, view.first, view.last)
 
         def compute() -> torch.Tensor:
             if not view.last:
-                return view(received, self._objective.model_inputs(batch))
+                return self._sent(view(received, self._objective.model_inputs(batch)), spec.rows(batch))
             with view.shown(received):
                 return result_of(batch)
 
         return self._in_stage(batch, view.last, self._loss_scale, compute)
+
+    def _sent(self, output: torch.Tensor, rows: int) -> torch.Tensor:
+        """What goes to the next stage: a row that the objective added for the first one alone does not."""
+        return output if len(output) == rows else output[:rows].clone()
 
     def _find_sharded(self) -> None:
         """FSDP2's root looks for its units at its first forward pass; here while the model shows all that it holds."""
@@ -260,22 +266,26 @@ class Pipeline:
         return total
 
     @torch.no_grad()
-    def logits(self, batch: MicroBatch, vocabulary: int) -> torch.Tensor:
-        """Logits of the last position of every row, float32 of shape (rows, vocabulary), on all ranks.
+    def logits(self, batch: MicroBatch, vocabulary: int, keep: int = 1) -> torch.Tensor:
+        """Logits of the last positions of every row, float32 of shape (rows, positions, vocabulary), on all ranks.
 
         Args:
             batch: the same on every rank.
+            keep: so many positions; 0 for all, as transformers counts.
         """
-        outputs = self._forward_all([batch], self._logits)
-        rows = self._objective.batch_spec.rows(batch)
-        shared = outputs[0] if outputs else torch.empty(rows, vocabulary, device=self._device)
+        outputs = self._forward_all([batch], partial(self._logits, keep))
+        spec = self._objective.batch_spec
+        shape = (spec.rows(batch), keep or spec.length(batch), vocabulary)
+        shared = outputs[0] if outputs else torch.empty(shape, device=self._device)
         source = dist.get_global_rank(self.group, self.plan.last_rank)
         dist.broadcast(shared, source, group=self.group)
         return shared
 
-    def _logits(self, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, self._objective.model_inputs(batch)))
-        return output[:, -1].float().contiguous() if view.last else output
+    def _logits(self, keep: int, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+        spec = self._objective.batch_spec
+        inputs = self._objective.model_inputs(spec.in_stage(batch, view.first, view.last))
+        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, inputs))
+        return output[:, -keep:].float().contiguous() if view.last else self._sent(output, spec.rows(batch))
 
     def _forward_all(
         self,

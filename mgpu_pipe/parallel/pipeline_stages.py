@@ -32,7 +32,11 @@ SENT = "mgpu_sent"
 
 @dataclass(frozen=True)
 class StageParts:
-    """Names of the modules of a model that stages share out; see :class:`mgpu_pipe.families.family.Stages`."""
+    """Names of the modules of a model that stages share out; see :class:`mgpu_pipe.families.family.Stages`.
+
+    A vision-language model's stages are those of its language model; the first one sees the pictures too, by what
+    stands in :attr:`after_embedding`.
+    """
 
     embedding: str
     layers: str
@@ -49,12 +53,17 @@ class StageParts:
         Raises:
             ConfigError: the family has none, or has parameters that are in no part.
         """
-        model_type = str(model.config.model_type)  # type: ignore[union-attr]
-        stages = stages_of(model_type)
-        head = next((name for name, one in model.named_modules() if one is model.get_output_embeddings()), None)  # type: ignore[operator]
-        base = str(getattr(model, "base_model_prefix", ""))
+        whole = cast(Any, model)
+        names = {id(module): name for name, module in model.named_modules()}
+        text, base = whole.config.get_text_config(), str(getattr(model, "base_model_prefix", ""))
+        seeing: tuple[str, ...] = ()
+        if text is not whole.config:
+            around, base = base, names[id(whole.get_decoder())]
+            beside = (f"{around}.{name}" for name in whole.get_submodule(around)._modules)
+            seeing = tuple(name for name in beside if name != base)
+        stages, head = stages_of(text.model_type), names.get(id(whole.get_output_embeddings()))
         if stages is None or head is None:
-            raise ConfigError("strategy.pp", ranks, "use pp=1", f"{model_type} cannot be cut into stages")
+            raise ConfigError("strategy.pp", ranks, "use pp=1", f"{text.model_type} cannot be cut into stages")
         path = f"{base}.{stages.path}." if stages.path else f"{base}."
         modules = dict(model.named_modules())
         norm = f"{path}{stages.norm}"
@@ -64,13 +73,13 @@ class StageParts:
             norm if norm in modules else None,
             head,
             tuple(path + name for name in stages.added),
-            tuple(path + name for name in stages.after_embedding),
+            (*seeing, *(path + name for name in stages.after_embedding)),
             stages.tuples,
         )
         paths = (parts.embedding, parts.layers, *parts.added, *parts.after_embedding, *parts.last)
         for name, _ in model.named_parameters():
             if not name.startswith(tuple(f"{part}." for part in paths)):
-                raise ConfigError("strategy.pp", ranks, "use pp=1", f"{name} of {model_type} belongs to no stage")
+                raise ConfigError("strategy.pp", ranks, "use pp=1", f"{name} of {text.model_type} belongs to no stage")
         return parts
 
     @property
@@ -94,7 +103,7 @@ class StageView:
         self.index, self.layers = index, layers
         self.first, self.last = index == 0, index == stages - 1
         self._received, self._sent = Received(parts.tuples), Sent(parts.tuples)
-        self._embedding = RemovedEmbedding(_width(model))
+        self._embedding = RemovedEmbedding(hidden_width(model))
         self._swaps: list[tuple[nn.Module, str, nn.Module]] = []
         blocks = model.get_submodule(parts.layers)
         for name in blocks._modules:
@@ -168,7 +177,7 @@ def cut_stages(
         if int(name) not in kept:
             blocks._modules[name] = Removed(parts.tuples)
     if not has_first:
-        _replace(model, parts.embedding, RemovedEmbedding(_width(model)))
+        _replace(model, parts.embedding, RemovedEmbedding(hidden_width(model)))
         for name in parts.added:
             _replace(model, name, RemovedAddend())
     for name in (*(() if has_first else parts.after_embedding), *(() if has_last else parts.last)):
@@ -199,8 +208,9 @@ def tied_parameter(model: nn.Module) -> tuple[str, nn.Parameter] | None:
     return None if name is None else (name, model.get_parameter(name))
 
 
-def _width(model: nn.Module) -> int:
-    return int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+def hidden_width(model: nn.Module) -> int:
+    """Numbers in the hidden state of a token."""
+    return int(cast(Any, model).config.get_text_config().hidden_size)
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:

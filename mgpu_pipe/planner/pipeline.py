@@ -1,7 +1,7 @@
 """Which layers each pipeline stage gets, by their forward FLOPs per token.
 
 The embedding's lookup moves a row of its table and multiplies nothing. Only ratios matter: a backward pass costs twice
-the forward pass everywhere.
+the forward pass everywhere. What a vision-language model's tower costs depends on the pictures, and is left out.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class LayerCosts:
     """The head's weight is the embedding's."""
     counted: bool = True
     """Whether parameters are exact, and not from a layer's usual shape."""
+    sees: bool = False
+    """The first stage has the parts that see too, which are not counted."""
 
     @property
     def total(self) -> float:
@@ -61,13 +63,17 @@ class StageContent:
     """Its part of all operations."""
     first: bool
     last: bool
+    sees: bool = False
+    """As of :class:`LayerCosts`."""
 
     def describe(self) -> str:
         """In words: ``stage 0 on rank 0: embedding, layers 0-3, 1.2M parameters, 24% of the work``."""
         layers = f"layer {self.layers.start}" if len(self.layers) == 1 else f"layers {self.layers[0]}-{self.layers[-1]}"
-        parts = ["embedding"] * self.first + [layers] + ["norm and head"] * self.last
+        before = [*["vision", "projector"] * self.sees, "embedding"] * self.first
+        parts = [*before, layers, *["norm and head"] * self.last]
         parts += [] if self.parameters is None else [f"{self.parameters / 1e6:.3g}M parameters"]
-        return f"stage {self.stage} on rank {self.rank}: {', '.join(parts)}, {self.share:.0%} of the work"
+        whose = "language model's " if self.sees else ""
+        return f"stage {self.stage} on rank {self.rank}: {', '.join(parts)}, {self.share:.0%} of the {whose}work"
 
 
 def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
@@ -85,6 +91,7 @@ def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
         norm_parameters=final_norm_parameters(fields),
         tied=bool(fields.get("tie_word_embeddings")),
         counted=counts(fields),
+        sees=isinstance(fields.get("vision_config"), Mapping),
     )
 
 
@@ -141,5 +148,5 @@ def stage_contents(costs: LayerCosts, layers: Sequence[range], ranks_of_stages: 
         parameters += costs.embedding_parameters * first
         parameters += (costs.norm_parameters + (0 if shares else costs.head_parameters)) * last
         share, known = costs.stage(own_layers) / costs.total, parameters if costs.counted else None
-        contents.append(StageContent(stage, rank, own_layers, known, share, first, last))
+        contents.append(StageContent(stage, rank, own_layers, known, share, first, last, costs.sees))
     return contents

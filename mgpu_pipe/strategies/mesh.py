@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -288,11 +288,11 @@ class MeshStrategy(EngineStrategy):
         pipeline = self.split.pipeline
         if pipeline is None:
             return None
-        vocabulary = int(self.objective.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        vocabulary = int(cast(Any, self.objective.model).config.get_text_config().vocab_size)
 
-        def forward(*args: Any, **inputs: Any) -> Any:
+        def forward(*args: Any, logits_to_keep: int = 1, **inputs: Any) -> Any:
             batch = self.objective.sampling_batch(*args, **inputs)
-            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary)[:, None])
+            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary, logits_to_keep))
 
         return forward
 

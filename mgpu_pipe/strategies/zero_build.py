@@ -77,6 +77,7 @@ def partition_model(
         if new.is_floating_point() and dtype != torch.float32:
             shards[name] = (start, values)
     _give_shapes(model)
+    _name_weights_of_parts(model)
     if folder is not None:
         shards = _read_parts(model, folder, dtype, rank, ranks)
     if recipe is not None:
@@ -89,18 +90,29 @@ def partition_model(
 def _give_shapes(model: nn.Module) -> None:
     """Give weights their shapes for a module that looks at them before it calls the parts that they belong to.
 
-    The values come when the part is called. DeepSpeed may be fetching them already, so they are not gathered here.
+    The values come when the part is called. DeepSpeed may be fetching them already, into memory that the weight may
+    be given at once or at the end, so they are not gathered here, and a weight that has its shape is left alone.
     """
     names = family_of(str(cast("PreTrainedModel", model).config.model_type)).reads_inside
 
     def give(module: nn.Module, _: object) -> None:
         for parameter in cast("Iterable[Any]", module.parameters()):
-            if parameter.ds_status.name != "AVAILABLE":
+            if parameter.shape != parameter.ds_shape:
                 parameter.data = parameter.data.new_empty(()).expand(parameter.ds_shape)
 
     for module in model.modules():
         if type(module).__name__ in names:
             module.register_forward_pre_hook(give)
+
+
+def _name_weights_of_parts(model: nn.Module) -> None:
+    """Tell DeepSpeed that torch's attention uses the weights of its output layer, which it does not call (SigLIP)."""
+    from deepspeed.runtime.zero import register_external_parameter
+
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            for parameter in module.out_proj.parameters():
+                register_external_parameter(module, parameter)
 
 
 @torch.no_grad()

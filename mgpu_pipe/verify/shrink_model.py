@@ -17,7 +17,7 @@ from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.families.config_source import ConfigClass, config_class
 from mgpu_pipe.families.find import family_of
-from mgpu_pipe.models.fields import config_fields, is_noise, model_types, part_type, resolved_fields
+from mgpu_pipe.models.fields import TEXT, config_fields, is_noise, model_types, part_type, resolved_fields
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.topology import ParallelDims
 
@@ -48,7 +48,7 @@ STATES: tuple[tuple[tuple[str, ...], int], ...] = (
 """Sizes of state space layers and linear attention, and what they become at most."""
 STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 """Heads of state space layers, which together are as wide as the expanded hidden states."""
-TOWERS = ("text_config", "vision_config")
+TOWERS = (TEXT, "vision_config")
 PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
 PATCHES_IN_TEXT = 2
@@ -110,17 +110,18 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
         part = dict(given.get(name) or {})
         tower, own_type = part_type(model_type, name, part), part.pop("model_type", None)
         if name in known.names and config_class(tower):
-            small = shrink_model(ModelConfig(type=tower, config=part), dims, seq_len).config
+            cut = stages if name == TEXT else 1
+            small = shrink_model(ModelConfig(type=tower, config=part), dims, seq_len, cut).config
             changed[name] = {**small, "model_type": own_type} if own_type else small
     if "image_token_index" in known.names:  # several pictures fit into a row
         vision = changed["vision_config"]
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
     if {"image_token_index", "projection_dim"} <= known.names:  # to what the projector projects
-        changed["projection_dim"] = changed["text_config"]["hidden_size"]
+        changed["projection_dim"] = changed[TEXT]["hidden_size"]
     if "scale_factor" in known.names:  # it divides the patches across
         changed["scale_factor"] = 2
     if "video_token_id" in known.names:
-        changed["vision_config"] = _own_sizes(changed)
+        changed["vision_config"] = _own_sizes(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(
@@ -133,16 +134,20 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
     )
 
 
-def _own_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The tower of pictures in sizes of their own: windows of two by two places, the language model's width."""
+def _own_sizes(model: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """The tower of pictures in sizes of their own: windows of two by two places, the language model's width.
+
+    Args:
+        first: layers of the first pipeline stage, behind each of which what the tower saw may be added.
+    """
     vision = dict(model["vision_config"])
     merge, layers = int(vision.get("spatial_merge_size", 2)), int(vision["depth"])
     vision["patch_size"] = min(int(vision.get("patch_size", PATCH)), PATCH)
-    vision["out_hidden_size"] = model["text_config"]["hidden_size"]
+    vision["out_hidden_size"] = model[TEXT]["hidden_size"]
     sizes = {
         "window_size": 2 * merge * vision["patch_size"],
         "fullatt_block_indexes": [layers - 1],
-        "deepstack_visual_indexes": list(range(layers)),
+        "deepstack_visual_indexes": list(range(layers))[-first:],
     }
     return {**vision, **{name: value for name, value in sizes.items() if name in vision}}
 

@@ -54,6 +54,9 @@ SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
         pytest.param(QWEN3, 2, ("strategy=tp",), marks=pytest.mark.exhaustive),
         pytest.param(QWEN3, 2, ("strategy=zero3",), marks=pytest.mark.slow),
         pytest.param(QWEN25, 4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
+        pytest.param(QWEN3, 2, ("strategy=pp",), marks=pytest.mark.slow),
+        pytest.param(QWEN25, 2, ("strategy=pp",), marks=pytest.mark.exhaustive),
+        pytest.param(QWEN25, 4, ("strategy=fsdp", "strategy.pp=2"), marks=pytest.mark.exhaustive),
         *(
             pytest.param(model, 2, (f"strategy={name}", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive)
             for model, name in ((QWEN3, "ddp"), (QWEN25, "ddp"), (QWEN25, "zero2"))
@@ -179,7 +182,16 @@ def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str,
     ("overrides", "expected"),
     [
         ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in sizes of their own"),
-        ((QWEN3, "strategy=pp", "trainer.devices=2"), "objective.name=vision_language"),
+        (
+            (QWEN3, "strategy=pp", "trainer.devices=2", "strategy.pipeline.layers=[1,2]"),
+            "strategy.pipeline.layers=1,2: pictures are added behind the first 2 layers, and the first stage would "
+            "have 1; give the first at least 2, e.g. strategy.pipeline.layers=[2,1]",
+        ),
+        pytest.param(
+            (QWEN3, "strategy=pp", "trainer.devices=3"),
+            "use a pipeline of fewer stages: at most 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             (QWEN25, "strategy=cp", "trainer.devices=2"), "objective.name=vision_language", marks=pytest.mark.slow
         ),

@@ -48,6 +48,7 @@ SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
         *(pytest.param(2, (f"strategy={name}",), marks=pytest.mark.exhaustive) for name in ("ddp", "tp", "zero3")),
         pytest.param(2, ("strategy=tp", *IDEFICS), marks=pytest.mark.exhaustive),
         pytest.param(2, ("strategy=zero3", *IDEFICS), marks=pytest.mark.exhaustive),
+        *(pytest.param(2, ("strategy=pp", *how), marks=pytest.mark.exhaustive) for how in ((), IDEFICS)),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.exhaustive),
     ],
 )

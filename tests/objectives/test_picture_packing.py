@@ -33,6 +33,7 @@ PACKED = "data.packing=best_fit"
         (2, ("strategy=fsdp",)),
         pytest.param(2, ("strategy=tp",), marks=pytest.mark.slow),
         pytest.param(2, ("strategy=zero3",), marks=pytest.mark.slow),
+        pytest.param(2, ("strategy=pp",), marks=pytest.mark.slow),
     ],
 )
 def test_packed_conversations_are_one_process_and_each_alone(processes: int, strategy: tuple[str, ...]) -> None:

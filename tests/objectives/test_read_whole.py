@@ -38,6 +38,7 @@ GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "mo
         pytest.param(2, ("strategy=ddp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
         pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
         pytest.param(2, ("strategy=zero3",), marks=pytest.mark.exhaustive),
+        pytest.param(2, ("strategy=pp",), marks=pytest.mark.exhaustive),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.exhaustive),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.image.chat_rows import rows_of
 from mgpu_pipe.data.prepare import prepare, read_prepared
@@ -31,6 +32,8 @@ from tests.verify.support import small_run
 GIVEN = ("objective=vision_language", "model=llava_tiny", "logger=none", "trainer.progress=off")
 LLAVA = (*GIVEN, "data.packing=none")
 CLASS = "AutoModelForImageTextToText"
+FOUR, TWO_STAGES = "model.config.text_config.num_hidden_layers=4", ("interleaved_1f1b", "zbv")
+"""Layers for schedules with two stages on each of two ranks."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,20 @@ CLASS = "AutoModelForImageTextToText"
         (2, ("strategy=zero3", "model.config.vision_feature_layer=-2")),
         pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
         pytest.param(2, ("strategy=zero2",), marks=pytest.mark.exhaustive),
+        (2, ("strategy=pp",)),
+        pytest.param(4, ("strategy=fsdp", "strategy.pp=2"), marks=pytest.mark.slow),
+        *(
+            pytest.param(processes, ("strategy.pp=2", *how), marks=pytest.mark.exhaustive)
+            for processes, how in (
+                (4, ("strategy=ddp",)),
+                (4, ("strategy=pp", "strategy.tp=2")),
+                (2, ("strategy=pp", "strategy.activation_checkpointing=full")),
+                (2, ("strategy=pp", "precision=bf16")),
+                (2, ("strategy=pp", "model.freeze=[vision,language]")),
+                (2, ("strategy=pp", "peft=lora", "peft.targets=[language]", "peft.train_also=[projector]")),
+                *((2, ("strategy=pp", f"strategy.pipeline.schedule={name}", FOUR)) for name in TWO_STAGES),
+            )
+        ),
     ],
 )
 def test_text_and_pictures_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
@@ -214,7 +231,13 @@ def test_digits_are_held_out_by_pairs_and_asked_about_alone_and_together(cache: 
         ({"messages": said("<image>"), "images": ["gone.png"]}, (), "there is no file"),
         ({"messages": said("<image>"), "images": ["https://x/y.png"]}, (), "save it to a file"),
         ({"messages": said("hm", "<image>"), "images": ["p/dark/0.png"]}, (), "the assistant says <image>"),
-        (ROWS[0], ("strategy=pp", "trainer.devices=2"), "objective.name=vision_language"),
+        (ROWS[0], ("strategy=cp", "trainer.devices=2"), "objective.name=vision_language"),
+        (ROWS[0], ("strategy=pp", "trainer.devices=4"), "strategy.pp=4: 1f1b cuts 3 layers into 4 stages"),
+        (
+            ROWS[0],
+            ("strategy=pp", "trainer.devices=2", "data.cache_features=true", "model.freeze=[vision]"),
+            "data.cache_features=true: every process that trains reads them; use strategy.pp=1, or false",
+        ),
         (ROWS[0], ("model=llama_tiny", "model.config={}"), "llama"),
         (ROWS[0], ("data.chat_template=null",), "data.chat_template"),
         (ROWS[0], ("model.config.vision_config.model_type=metaclip_2_vision_model",), "use one of clip_vision_model"),
@@ -306,6 +329,31 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
     tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
     assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+
+
+def answered(composed: Any, folder: str, overrides: list[str], _: object) -> Any:
+    """The metrics of a run, and what is shown of its model behind it."""
+    from mgpu_pipe.inference.pictured_answers import answer_samples
+    from mgpu_pipe.training.run import train
+
+    config = composed(Path(folder).parent, *overrides)
+    prepared: Any = prepare(config)
+    result = train(config, RunPaths(Path(folder)), prepared)
+    model: Any = result.model
+    return result.summary["metrics"], answer_samples(config, prepared, model, result.sampling_forward)
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_pipeline_answer_as_one_process_does(tmp_path: Path) -> None:
+    """Micro-batches have different numbers of pictures, and one has none."""
+    same = ("data.micro_batch_size=1", "data.shift=0")
+    (single, expected), (metrics, shown) = (
+        small_runs.run(chats, tmp_path / name, processes, f"strategy={name}", *same, trained=answered)
+        for name, processes in (("single", 1), ("pp", 2))
+    )
+    for key in ("train/loss", "val/loss", "val/exact_match"):
+        assert metrics[key] == pytest.approx(single[key], rel=1e-5)
+    assert shown == expected and len(shown) == 2 and all(one["text"] for one in shown)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from mgpu_pipe.config.peft import PeftConfig
 from mgpu_pipe.strategies.build_extension import FOLDER
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
-from tests.support.encoders import ENCODERS
+from tests.support.encoders import ENCODERS, SEEING
 from tests.support.learned import LEARNED
 from tests.support.processes import run_processes
 from tests.support.tables import TRANSFER_CELLS
@@ -46,10 +46,12 @@ MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
     "ddp 3": ("pairs", "classes"),
     "fsdp 3": ("dora", "qwen3_vl", "vit"),
-    "zero3 3": ("masked", "qlora", "clip"),
+    "zero3 3": ("masked", "qlora", "clip", "siglip"),
     "tp 4": ("lora", "qwen2_5_vl"),
     "zero3_cpu 2": ("qlora, experts",),
-    "pp 2 1f1b": ("qlora",),
+    "pp 2 1f1b": ("qlora", "llava"),
+    "pp 2 zbv": ("qwen2_5_vl",),
+    "tp 2 x pp 2": ("qwen3_vl",),
     "ep 2": ("qlora, experts",),
 }
 """What of the other objectives and of the adapters is tried each time; all of them everywhere when all is."""
@@ -65,13 +67,19 @@ class Way:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """What else goes this way: encoders are cut into neither stages nor sequences."""
-        whole = self.dims.pp == self.dims.cp == self.dims.ep == 1 and "sequence_parallel" not in str(self.case)
+        """What else goes this way: what learns the next token is cut into stages, and nothing into sequences."""
+        stages = 2 * self.dims.pp if self.case.get("schedule") in SEVERAL_STAGES else self.dims.pp
+        uncut = self.dims.cp == self.dims.ep == 1 and "sequence_parallel" not in str(self.case)
+        learned = (*LEARNED, *ENCODERS) if stages == 1 else SEEING
+        if stages == LAYERS:  # it adds what it sees behind two layers, of the first stage
+            learned = tuple(name for name in SEEING if name != "qwen3_vl")
         adapted = ADAPTED if self.dims.ep == 1 else ("qlora, experts",)
         fits = [name for name in adapted if self.dims.tp < 4 or name != "qlora, experts"]  # its blocks would be split
-        return (*((*LEARNED, *ENCODERS) if whole else ()), *fits)
+        return (*(learned if uncut else ()), *fits)
 
 
+SEVERAL_STAGES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
+"""Schedules with two stages on each rank."""
 MICRO = {"micro_batches": 2}
 WAYS = {
     "single": Way(ParallelDims()),

@@ -48,6 +48,7 @@ ENCODER_MODELS = {
     name: ModelConfig(name=name, type=name, config=config)
     for name, config in {
         "clip": {"projection_dim": 16, "text_config": {**TOWER, **TEXT}, "vision_config": {**TOWER, **PICTURE}},
+        "siglip": {"text_config": {**TOWER, **TEXT}, "vision_config": {**TOWER, **PICTURE}},
         "vit": {
             **{key: value for key, value in TOWER.items() if key != "attention_dropout"},
             **PICTURE,
@@ -139,6 +140,7 @@ def learned(name: str, model_class: str, objective: Any) -> Learned:
 
 ENCODERS = {
     "clip": learned("clip", "AutoModelForZeroShotImageClassification", ContrastiveObjective),
+    "siglip": learned("siglip", "AutoModelForZeroShotImageClassification", ContrastiveObjective),
     "vit": learned("vit", "AutoModelForImageClassification", ImageClassificationObjective),
     **{name: learned(name, "AutoModelForImageTextToText", seeing_objective) for name in SEEING},
     "wav2vec2": learned("wav2vec2", "AutoModelForCTC", CTCObjective),

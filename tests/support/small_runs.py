@@ -26,9 +26,14 @@ def _trained(composed: Composed, folder: str, overrides: list[str], resume: str 
 
 
 def run(
-    composed: Composed, folder: Path, processes: int, *overrides: str, resume: Path | None = None
-) -> dict[str, float]:
-    """The metrics of a run in the new ``folder``, whose data lies beside it."""
+    composed: Composed,
+    folder: Path,
+    processes: int,
+    *overrides: str,
+    resume: Path | None = None,
+    trained: Callable[..., Any] = _trained,
+) -> Any:
+    """The metrics of a run in the new ``folder``, whose data lies beside it; or what another function gives for it."""
     folder.mkdir()
     given = [*overrides, f"trainer.devices={processes}"]
     config, paths = composed(folder.parent, *given), RunPaths(folder)
@@ -38,8 +43,7 @@ def run(
     if tokenizer is not None:
         shutil.copytree(tokenizer, paths.tokenizer)
     step = None if resume is None else str(resume)
-    metrics: dict[str, float] = run_processes(processes, _trained, composed, str(folder), given, step)[0]
-    return metrics
+    return run_processes(processes, trained, composed, str(folder), given, step)[0]
 
 
 def run_on(composed: Composed, folder: Path) -> tuple[dict[str, float], dict[str, float], Path]:

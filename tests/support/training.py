@@ -39,7 +39,7 @@ from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.strategies.parallel_model import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.optimizers import optimizer_factory
-from tests.support.encoders import ENCODER_MODELS, ENCODERS
+from tests.support.encoders import ENCODER_MODELS, ENCODERS, SEEING
 from tests.support.learned import LEARNED as OF_TEXT
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
@@ -175,6 +175,9 @@ def model_config(case: Case) -> ModelConfig:
     if case.dropout:
         rates = dict.fromkeys(case.drops, case.dropout)
         source = replace(source, config={**source.config, **rates}, attn_implementation="eager")
+    if case.layers and case.model in SEEING:
+        text = {**source.config["text_config"], "num_hidden_layers": case.layers}
+        return replace(source, config={**source.config, "text_config": text})
     if not case.layers or case.model in ENCODERS:
         return source
     return replace(source, config={**source.config, LAYERS.get(case.model, "num_hidden_layers"): case.layers})
