@@ -31,6 +31,8 @@ MOST_PLACES = (2, 3)
 """Down and across, of a random picture in a size of its own."""
 MOST_TIMES = 2
 """Of a random video."""
+AXES = 3
+"""Of a token's position: in time, down and across."""
 NOT_ZERO = 2.0**-24
 """The smallest number that is above zero in every precision."""
 
@@ -107,9 +109,18 @@ class Pictures(ABC):
         """What the model gets beside the ids of questions without any picture."""
         return {}
 
+    def apart(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """The positions, (rows, tokens), that begin again with each conversation of a packed row; None where each has a
+        row of its own."""
+        return inputs.get("position_ids")
+
     def token_of(self, picture: Picture) -> int:
         """That which stands in each of its places."""
         return self.token if picture.seconds is None or self.video is None else self.video
+
+    def placed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which tokens stand for pictures or videos."""
+        return (ids == self.token) | (ids == (self.token if self.video is None else self.video))
 
     def with_blank(self, ids: torch.Tensor) -> torch.Tensor:
         """``ids`` with a row of the blank picture's places."""
@@ -203,10 +214,11 @@ class ReadWhole(OneSize):
 
 
 class OwnSizes(Pictures):
-    """``position_ids``, int64, (rows, 3, seq_len); ``grids``, patches in time, down and across of each picture, int64,
-    (rows, most, 3); ``pixel_values``, float32, (rows, most patches, values): what there is first, and then zeros."""
+    """``position_ids``, int64, (rows, 3, seq_len), of packed rows (rows, 4, seq_len), first the place of a token in its
+    conversation; ``grids``, patches in time, down and across of each picture, int64, (rows, most, 3); ``pixel_values``,
+    float32, (rows, most patches, values): what there is first, and then zeros."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, packed: bool = False) -> None:
         super().__init__(config)
         grid = Grid.of(lambda name: getattr(config.vision_config, name, None))
         assert grid is not None
@@ -215,7 +227,7 @@ class OwnSizes(Pictures):
         if not grid.told:
             self.most_tokens *= MOST_TIMES
         self.fields = {
-            "position_ids": Field(sequence_dim=2, counting=True, shape=(3,)),
+            "position_ids": Field(sequence_dim=2, counting=True, shape=(AXES + packed,)),
             "grids": Field(sequence_dim=None, stages="first", shape=(1, 3)),
             "pixel_values": Field(sequence_dim=None, stages="first", dtype="float32", shape=(1, grid.values)),
         }
@@ -234,7 +246,7 @@ class OwnSizes(Pictures):
             ids, pixels = self.with_blank(ids), blank.values.to(pixels)
             shown = grids.new_tensor([[1, self.grid.merge, self.grid.merge]])
             # One place is one token along every axis, so that a text's positions are right for it.
-            counted = torch.arange(ids.shape[1], device=ids.device).expand(3, 1, -1)
+            counted = torch.arange(ids.shape[1], device=ids.device).expand(len(positions), 1, -1)
             positions = torch.cat([positions, counted], 1)
         return {
             "input_ids": ids,
@@ -243,6 +255,10 @@ class OwnSizes(Pictures):
             "image_grid_thw": shown,
             "use_cache": False,
         }
+
+    def apart(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        positions: torch.Tensor = inputs["position_ids"]
+        return positions[0] if len(positions) > AXES else None
 
     def alone(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
         given: dict[str, Any] = {"input_ids": ids[None], **self.in_two(pictures)}
@@ -283,11 +299,11 @@ class OwnSizes(Pictures):
         grids = torch.zeros(len(rows), max(apart), 3, dtype=torch.int64)
         amounts = [sum(len(one.values) for one in pictures) for pictures in rows]
         pixels = torch.zeros(len(rows), max(amounts), self.grid.values)
-        positions = torch.empty(len(rows), 3, ids.shape[1], dtype=torch.int64)
+        positions = torch.empty(len(rows), AXES, ids.shape[1], dtype=torch.int64)
         for row, pictures in enumerate(rows):
             places = np.array([one.places for one in pictures], np.int64).reshape(-1, 3)
             places, steps = seen_apart(self.grid, places, np.array([one.seconds or 0 for one in pictures], np.float64))
-            positions[row] = torch.from_numpy(row_positions(self._placed(ids[row]).numpy(), places, steps))
+            positions[row] = torch.from_numpy(row_positions(self.placed(ids[row]).numpy(), places, steps))
             grids[row, : len(places)] = self._patches(places)
             if pictures:
                 pixels[row, : amounts[row]] = torch.cat([one.values for one in pictures])
@@ -299,26 +315,20 @@ class OwnSizes(Pictures):
         values = batch["pixel_values"][row][: int(sizes.sum())].split(sizes.tolist())
         tokens = sizes // self.grid.merge**2
         ids = batch["input_ids"][row]
-        kinds = ids[self._placed(ids)][tokens.cumsum(0) - tokens].tolist()
+        kinds = ids[self.placed(ids)][tokens.cumsum(0) - tokens].tolist()
         merge = self.grid.merge
         return [
             Picture(one, (times, down // merge, across // merge), 1.0 if kind == self.video else None)
             for one, (times, down, across), kind in zip(values, grids.tolist(), kinds, strict=False)
         ]
 
-    def _placed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Which tokens stand for pictures or videos."""
-        return (ids == self.token) | (ids == self._video)
-
     def _patches(self, places: Any) -> torch.Tensor:
         return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])
 
 
 def pictures_of(config: Any, packed: bool = False) -> Pictures:
-    """What a model of that configuration wants to be given; of packed rows where each begins, which are LLaVA's."""
-    if packed:
-        return OneSize(config, packed)
+    """What a model of that configuration wants to be given; of packed rows where each conversation begins."""
     if hasattr(config.vision_config, "spatial_merge_size"):
-        return OwnSizes(config)
+        return OwnSizes(config, packed)
     kinds = {**dict.fromkeys(SEE_PARTS, InParts), **dict.fromkeys(READ_QUESTIONS_WHOLE, ReadWhole)}
-    return kinds.get(config.model_type, OneSize)(config)
+    return kinds.get(config.model_type, OneSize)(config, packed)

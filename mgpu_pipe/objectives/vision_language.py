@@ -11,7 +11,6 @@ part's gradients are there, and zero, also where a step happens to hold no pictu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -87,9 +86,9 @@ class VisionLanguageObjective(SeesPictures):
         if self.features is not None:
             self.features.show(batch)
         inputs = self._pictures.inputs(batch)
-        # Questions that are asked after training have a row each.
-        if self._packed and "position_ids" in inputs and takes_document_starts(cast(Any, self.model).get_decoder()):
-            inputs["attention_mask"] = document_starts(inputs["position_ids"])
+        apart = self._pictures.apart(inputs)
+        if apart is not None and takes_document_starts(cast(Any, self.model).get_decoder()):
+            inputs["attention_mask"] = document_starts(apart)
         return inputs
 
     def sampling_batch(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
@@ -161,8 +160,13 @@ class VisionLanguageObjective(SeesPictures):
             for name, padding in (("input_ids", 0), ("labels", IGNORE_INDEX))
         )
         positions = torch.cat([torch.arange(one) for one in (length // 2, length // 2, seq_len - length)])
+        positions = positions.repeat(rows, 1)
+        if "position_ids" in batch:  # along axes of their own
+            axes = batch["position_ids"].unflatten(0, (rows, 2)).transpose(1, 2).flatten(2)
+            axes = torch.cat([axes, torch.arange(seq_len - length).expand(rows, axes.shape[1], -1)], 2)
+            positions = torch.cat([positions[:, None], axes], 1)
         collated = self._pictures.collated(ids, [shown[at] + shown[at + 1] for at in range(0, len(shown), 2)])
-        return {"input_ids": ids, "labels": labels, "position_ids": positions.repeat(rows, 1), **collated}
+        return {"input_ids": ids, "labels": labels, **collated, "position_ids": positions}
 
     def _conversations(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[Picture]]]:
         """Ids, labels and pictures of each of a random batch."""
@@ -170,12 +174,15 @@ class VisionLanguageObjective(SeesPictures):
             if not self._packed:
                 yield ids, labels, self._pictures.of_row(batch, row)
                 continue
-            pictures = iter(self._pictures.of_row(batch, row))
-            sizes = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+            pictures, positions = iter(self._pictures.of_row(batch, row)), batch["position_ids"][row]
+            begins = (positions if positions.dim() == 1 else positions[0]) == 0
+            sizes = begins.nonzero().flatten().tolist()
             sizes = [end - begin for begin, end in zip(sizes, [*sizes[1:], len(ids)], strict=True)]
             for own, learned in zip(ids.split(sizes), labels.split(sizes), strict=True):
-                many = int((own == self._pictures.token).sum()) // self._pictures.most_tokens
-                yield own, learned, list(islice(pictures, many))
+                shown, places = list[Picture](), int(self._pictures.placed(own).sum())
+                while places > sum(one.tokens for one in shown):
+                    shown.append(next(pictures))
+                yield own, learned, shown
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One conversation at a time, without what fills its row up; a blank picture only where no row has one."""

@@ -15,10 +15,10 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS
 from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
 
-PACKED = "llava"
-"""The family whose rows may hold several conversations."""
 OWN_TOWERS = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
 """Families whose towers are their own."""
+PACKED = ("llava", *OWN_TOWERS)
+"""Families whose rows may hold several conversations: those that read forward alone."""
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 """Kinds of a model's part that sees, whose pictures take an equal number of places each."""
 
@@ -44,8 +44,8 @@ class VisionLanguageConfig(ObjectiveConfig):
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         errors = []
         kind = config.model.type or model_field(config.model, "model_type")
-        if config.data.packing != "none" and kind != PACKED:
-            reason = f"of conversations with pictures those for {PACKED} are packed alone"
+        if config.data.packing != "none" and kind not in PACKED:
+            reason = f"{kind} reads questions from both sides, which packed rows do not keep apart"
             errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
         return errors + kept_features_errors(config, families=("llava",))
 

@@ -17,18 +17,30 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.objectives import test_own_sizes, test_parts, test_vision_language
 from tests.objectives.test_contrastive import verified
-from tests.objectives.test_vision_language import CLASS, GIVEN, chats, run
+from tests.objectives.test_vision_language import CLASS, run
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
+GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off")
 PACKED = "data.packing=best_fit"
+
+
+QWEN25, QWEN3, PARTS = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny", "model=smolvlm_tiny"
 
 
 @pytest.mark.parametrize(
     ("processes", "strategy"),
     [
         (1, ("strategy=single", "data.micro_batch_size=2")),
+        (2, (QWEN25, "strategy=fsdp")),
+        *(
+            pytest.param(2, (model, f"strategy={name}"), marks=pytest.mark.exhaustive)
+            for model in (QWEN25, QWEN3, PARTS)
+            for name in ("ddp", "fsdp", "tp", "zero3", "pp")
+            if (model, name) != (QWEN25, "fsdp")
+        ),
         pytest.param(2, ("strategy=ddp", "data.micro_batch_size=2"), marks=pytest.mark.slow),
         (2, ("strategy=fsdp",)),
         pytest.param(2, ("strategy=tp",), marks=pytest.mark.slow),
@@ -37,28 +49,42 @@ PACKED = "data.packing=best_fit"
     ],
 )
 def test_packed_conversations_are_one_process_and_each_alone(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*GIVEN, PACKED, f"trainer.devices={processes}", *strategy)
+    model = () if any(one.startswith("model=") for one in strategy) else ("model=llava_tiny",)
+    config = small_run(*GIVEN, *model, PACKED, f"trainer.devices={processes}", *strategy)
     assert config.data.packing == "best_fit"
     worst = run_processes(processes, verified, config)[0]
     assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
     assert [one for one in worst if not one.passed] == []
 
 
-def test_rows_of_several_conversations_learn_what_each_alone_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chats", "overrides", "length", "many"),
+    [
+        (test_vision_language.chats, (), 96, (3, 5, 5)),
+        (test_own_sizes.chats, (QWEN25,), 160, (3, 6, 6)),
+        pytest.param(test_own_sizes.chats, (QWEN3,), 160, (3, 6, 6), marks=pytest.mark.exhaustive),
+        pytest.param(test_parts.chats, (), 256, (2, 6, 22), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_rows_of_several_conversations_learn_what_each_alone_does(
+    tmp_path: Path, chats: Any, overrides: tuple[str, ...], length: int, many: tuple[int, int, int]
+) -> None:
     """Of files: the same tokens, pictures, loss and gradients; also where attention knows documents by their starts."""
-    given = ("data.validation_fraction=0", "data.seq_len=96", "data.shift=0")
-    config, plain = chats(tmp_path, *given, PACKED), chats(tmp_path, *given)
+    given = (*overrides, "data.validation_fraction=0", f"data.seq_len={length}", "data.shift=0")
+    config, plain = chats(tmp_path, *given, PACKED), chats(tmp_path, *given, "data.packing=none")
     packs, alone = (prepare(one) for one in (config, plain))
-    assert (packs.train_samples, alone.train_samples) == (3, 5) and packs.digest != alone.digest
+    assert (packs.train_samples, alone.train_samples) == many[:2] and packs.digest != alone.digest
     rows, single = (known.open(one, "train") for known, one in ((packs, config), (alone, plain)))
-    assert len(pickle.loads(pickle.dumps(rows))) == len(rows) == 3
+    assert len(pickle.loads(pickle.dumps(rows))) == len(rows) == many[0]
     several, each = np.arange(len(rows)), np.arange(len(single))
     packed, apart = rows.batch(several, several), single.batch(each, each)
-    assert packed["pictures"].sum() == apart["pictures"].sum() == 5
+    shown = [one["grids"].any(-1) if "grids" in one else one["pictures"] for one in (packed, apart)]
+    assert shown[0].sum() == shown[1].sum() == many[2]
     valid = rows.valid_units(several, several)
     assert valid == single.valid_units(each, each) == int((packed["labels"] != IGNORE_INDEX).sum())
-    assert rows.padding(several) == 3 * 96 - (5 * 96 - single.padding(each))
-    assert int((packed["position_ids"] == 0).sum()) == 5 + 3, "each conversation, and what is behind them"
+    assert rows.padding(several) == many[0] * length - (many[1] * length - single.padding(each))
+    places = packed["position_ids"] if packed["position_ids"].dim() == 2 else packed["position_ids"][:, 0]
+    assert int((places == 0).sum()) == many[1] + many[0], "each conversation, and what is behind them"
     model_config = packs.complete(config).model
     found = []
     for kind, batch in (("plain", apart), ("packed", packed), ("starts", packed)):
@@ -78,17 +104,17 @@ def test_rows_of_several_conversations_learn_what_each_alone_does(tmp_path: Path
             assert (gradient is None) == (expected is None)
             if gradient is not None:
                 assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-6, name
-    held = chats(tmp_path, "data.validation_fraction=0.4", PACKED)
+    held = chats(tmp_path, *given[:-3], "data.validation_fraction=0.4", PACKED)
     known = prepare(held)
     assert known.validation_samples == len(known.open(held, "validation")) == 2, "those have a row each"
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
-    given = (*GIVEN, "data=digit_questions", PACKED)
+    given = (*GIVEN, "model=llava_tiny", "data=digit_questions", PACKED)
     assert not compose([*given])[0].objective.run_errors(compose([*given])[0])
-    config = compose([*given, "model=qwen25_vl_tiny"])[0]
+    config = compose([*given, "model=paligemma_tiny"])[0]
     (error,) = config.objective.run_errors(config)
-    assert str(error).startswith("data.packing=best_fit: of conversations with pictures those for llava")
+    assert str(error).startswith("data.packing=best_fit: paligemma reads questions from both sides")
     with pytest.raises(ConfigError, match=r"use none, or model\.attn_implementation=auto"):
         check_attention(compose([*given, "model.attn_implementation=flash_attention_2"])[0])
 

@@ -3,7 +3,7 @@ them apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,10 @@ from mgpu_pipe.data.text.packing import best_fit, ranges
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.image.chat_samples import PictureChatSamples
+
+
+AXES = 3
+"""Along which a token has a position where pictures have sizes of their own."""
 
 
 def rows_of_lengths(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -58,37 +62,57 @@ class PackedChats:
         return self.positions(indices) - int(self.alone.lengths[self._of(indices)[0]].sum())
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """As of conversations alone, and ``position_ids``, which restart with each."""
+        """As of conversations alone, and ``position_ids``, which restart with each; where those alone have them, along
+        axes of their own, these stand behind."""
         members, counts = self._of(indices)
         # A row holds fewer than seq_len conversations: each has a number of its own.
         apart = np.repeat(numbers, counts) * self._seq_len + ranges(np.zeros_like(counts), counts)
         alone = self.alone.batch(members, np.where(np.repeat(numbers, counts) < 0, np.repeat(numbers, counts), apart))
         row_of, lengths = np.repeat(np.arange(len(indices)), counts), self.alone.lengths[members]
-        pictures = alone["pictures"].numpy()
-        shown = np.bincount(row_of, pictures, len(indices)).astype(np.int64)
-        rows = {name: value.new_zeros(len(indices), *value.shape[1:]) for name, value in alone.items()}
-        rows["labels"].fill_(IGNORE_INDEX)
-        rows["position_ids"] = torch.arange(self._seq_len).repeat(len(indices), 1)
-        rows["pictures"] = torch.from_numpy(shown)
-        beside = tuple(name for name in alone if name in ("pixel_values", "shown"))
-        for name in beside:
-            rows[name] = alone[name].new_zeros(len(indices), int(shown.max()), *alone[name].shape[2:])
-        filled, seen = np.zeros_like(counts), np.zeros_like(counts)
-        for at, (row, length, many) in enumerate(
-            zip(row_of.tolist(), lengths.tolist(), pictures.tolist(), strict=True)
-        ):
-            first, place = int(filled[row]), int(seen[row])
+        begins = np.cumsum(lengths) - lengths
+        begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
+        rows = {
+            "input_ids": alone["input_ids"].new_zeros(len(indices), self._seq_len),
+            "labels": alone["labels"].new_full((len(indices), self._seq_len), IGNORE_INDEX),
+        }
+        # What is behind them all is a document of its own.
+        positions = torch.arange(self._seq_len).repeat(len(indices), 1)
+        axes = torch.arange(self._seq_len).repeat(len(indices), AXES, 1) if "position_ids" in alone else None
+        for at, (row, first, length) in enumerate(zip(row_of.tolist(), begins.tolist(), lengths.tolist(), strict=True)):
+            here, behind = slice(first, first + length), torch.arange(self._seq_len - first - length)
             for name in ("input_ids", "labels"):
-                rows[name][row, first : first + length] = alone[name][at, :length]
-            rows["position_ids"][row, first:] = torch.arange(self._seq_len - first)
-            for name in beside:
-                rows[name][row, place : place + many] = alone[name][at, :many]
-            filled[row], seen[row] = first + length, place + many
-        for row, end in enumerate(filled.tolist()):  # what is behind them all is a document of its own
-            rows["position_ids"][row, end:] = torch.arange(self._seq_len - end)
+                rows[name][row, here] = alone[name][at, :length]
+            positions[row, here], positions[row, first + length :] = torch.arange(length), behind
+            if axes is not None:
+                axes[row, :, here], axes[row, :, first + length :] = alone["position_ids"][at, :, :length], behind
+        rows["position_ids"] = positions if axes is None else torch.cat([positions[:, None], axes], 1)
+        for name, amounts in _beside(alone).items():
+            rows[name] = _joined(alone[name], amounts, row_of, len(indices))
+        if "pictures" in alone:
+            rows["pictures"] = torch.zeros(len(indices), dtype=torch.int64)
+            rows["pictures"].index_add_(0, torch.from_numpy(row_of), alone["pictures"])
         return rows
 
     def _of(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The conversations of these rows, one row after the other, and how many each has."""
         first, counts = self._offsets[indices], self._offsets[indices + 1] - self._offsets[indices]
         return self._members[ranges(first, counts)], counts
+
+
+def _beside(alone: Mapping[str, torch.Tensor]) -> dict[str, NDArray[np.int64]]:
+    """What a conversation has of pictures, by the name of its field, and how much of each one has."""
+    if "grids" in alone:
+        patches = alone["grids"].prod(-1)
+        return {"grids": (patches > 0).sum(1).numpy(), "pixel_values": patches.sum(1).numpy()}
+    pictures = alone["pictures"].numpy()
+    return {name: pictures for name in ("pixel_values", "shown") if name in alone}
+
+
+def _joined(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np.int64], rows: int) -> torch.Tensor:
+    """What the conversations of each row have, one after the other, filled up with zeros."""
+    filled = np.zeros(rows, np.int64)
+    joined = values.new_zeros(rows, int(np.bincount(row_of, amounts, rows).max()), *values.shape[2:])
+    for at, (row, many) in enumerate(zip(row_of.tolist(), amounts.tolist(), strict=True)):
+        joined[row, filled[row] : filled[row] + many] = values[at, :many]
+        filled[row] += many
+    return joined
