@@ -86,19 +86,17 @@ class BatchSpec:
     def joined(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """All rows of micro-batches in one. Their sequences are equally long; what else is shorter is filled up."""
         import torch
-        import torch.nn.functional as F
 
         joined = {}
         for name in batches[0]:
-            values, padding = [batch[name] for batch in batches], 0.0
-            if name in self.fields:
+            values = [batch[name] for batch in batches]
+            shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+            if any(list(value.shape[1:]) != shape for value in values):
                 padding = self.fields[name].padding
-            shape = torch.tensor([value.shape[1:] for value in values]).amax(0).tolist()
-            filled = []
-            for value in values:
-                missing = [(0, most - size) for most, size in zip(shape, value.shape[1:], strict=True)]
-                filled.append(F.pad(value, [one for pair in reversed(missing) for one in pair], value=padding))
-            joined[name] = torch.cat(filled)
+                for at, value in enumerate(values):
+                    values[at] = value.new_full((len(value), *shape), padding)
+                    values[at][tuple(map(slice, value.shape))] = value
+            joined[name] = torch.cat(values)
         return joined
 
     def targets(self) -> Iterator[tuple[str, Field]]:

@@ -53,6 +53,7 @@ def work_in_order(
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes: list[Any] = []
+    results: list[_Results] = []
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
@@ -62,20 +63,23 @@ def work_in_order(
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        waiting: deque[Connection] = deque()
+        results += map(_Results, pipes)
+        waiting: deque[_Results] = deque()
         for number, item in enumerate(items):
-            pipe = pipes[number % count]
-            _send(pipe, item, what)
-            waiting.append(pipe)
+            _send(pipes[number % count], item, what)
+            waiting.append(results[number % count])
             if len(waiting) >= ahead * count:
-                yield _receive(waiting.popleft(), what)
+                yield _next(waiting.popleft(), what)
         while waiting:
-            yield _receive(waiting.popleft(), what)
+            yield _next(waiting.popleft(), what)
     finally:
         for process in processes:
             process.kill()
-        for process, pipe in zip(processes, pipes, strict=False):
+        for process in processes:
             process.join()
+        for one in results:
+            one.join()  # its process is gone, and with it the other end of the pipe
+        for pipe in pipes:
             pipe.close()
 
 
@@ -97,11 +101,30 @@ def _send(pipe: Connection, item: object, what: str) -> None:
         raise WorkerError(what) from error
 
 
-def _receive(pipe: Connection, what: str) -> Any:
-    try:
-        done, value = pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError) as error:
-        raise WorkerError(what) from error
+class _Results(threading.Thread):
+    """Reads what a process sends as it comes: a pipe holds little, and who asks for a result would wait for the rest."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(daemon=True)
+        self._pipe = pipe
+        self.read: queue.SimpleQueue[tuple[bool, Any] | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while True:
+                self.read.put(pickle.loads(self._pipe.recv_bytes()))
+        except (EOFError, OSError):
+            self.read.put(None)
+        except Exception as error:
+            self.read.put((False, error))
+
+
+def _next(results: _Results, what: str) -> Any:
+    result = results.read.get()
+    if result is None:
+        raise WorkerError(what)
+    done, value = result
     if not done:
         raise value
     return value

@@ -215,10 +215,11 @@ def _compared(
 ) -> torch.Tensor:
     """The losses of some features, each of which belongs to the other of its number; their gradients are added.
 
-    The products held at a time are at most a quarter of the other features.
+    The products held at a time are those of at most a quarter of the rows, and at most a quarter of the other features.
     """
     queries, keys = features[of], features[to]
-    losses, at_once = [queries.new_zeros(0)], max(1, keys.shape[1] // 4)
+    at_once = max(1, min(keys.shape[1], rows.stop - rows.start) // 4)
+    losses = [queries.new_zeros(0)]
     for begin in range(rows.start, rows.stop, at_once):
         some = slice(begin, min(begin + at_once, rows.stop))
         logits = queries[some] @ keys.T

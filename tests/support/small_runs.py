@@ -31,7 +31,7 @@ def run(
     processes: int,
     *overrides: str,
     resume: Path | None = None,
-    trained: Callable[..., Any] = _trained,
+    trained: Callable[..., Any] | None = None,
 ) -> Any:
     """The metrics of a run in the new ``folder``, whose data lies beside it; or what another function gives for it."""
     folder.mkdir()
@@ -43,7 +43,7 @@ def run(
     if tokenizer is not None:
         shutil.copytree(tokenizer, paths.tokenizer)
     step = None if resume is None else str(resume)
-    return run_processes(processes, trained, composed, str(folder), given, step)[0]
+    return run_processes(processes, trained or _trained, composed, str(folder), given, step)[0]
 
 
 def run_on(composed: Composed, folder: Path) -> tuple[dict[str, float], dict[str, float], Path]:
