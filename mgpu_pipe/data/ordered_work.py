@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ def _send(pipe: Connection, item: object, what: str) -> None:
 
 
 class _Results(threading.Thread):
-    """Reads what a process sends as it comes: a pipe holds little, and who asks for a result would wait for the rest."""
+    """Reads what a process sends as it comes: a pipe holds little, and who asks would wait for the rest."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__(daemon=True)
@@ -133,6 +133,8 @@ def _next(results: _Results, what: str) -> Any:
 def _serve(parent_pid: int, pipe: Connection, make: Callable[..., Callable[[Any], Any]], arguments: Any) -> None:
     """A process's life: what stops the run is its parent's to answer."""
     die_with_parent(parent_pid)
+    with suppress(OSError):  # woken by its parent it would take the parent's place on a busy machine
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     given: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
