@@ -108,7 +108,7 @@ def check_attention(config: RunConfig) -> None:
         check_packing(fields, "best_fit" if pairs else config.data.packing, config.model.attn_implementation)
     elif told.samples == "picture_chats" and config.data.packing != "none":
         text = {"model_type": "llama", **(fields.get("text_config") or {})}
-        if flash or document_isolation(text["model_type"], text) != "positions":
+        if flash or document_isolation(text["model_type"], text) not in ("positions", "axes"):
             reason = f"attention{' of ' + text['model_type'] if not flash else ''} does not tell conversations apart"
             raise ConfigError(
                 "data.packing", config.data.packing, "use none, or model.attn_implementation=auto", reason
@@ -186,11 +186,13 @@ def check_names(config: RunConfig) -> None:
 def sequence_errors(config: RunConfig) -> list[BadInputError]:
     fields = model_fields(config)
     limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
-    if isinstance(limit, int) and isinstance(padding, int) and fields["model_type"] in BEHIND_PADDING:
+    text = fields.get("text_config")
+    kinds = (fields.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
+    if isinstance(limit, int) and isinstance(padding, int) and set(kinds) & set(BEHIND_PADDING):
         limit -= padding + 1
     if isinstance(limit, int) and config.data.seq_len > limit:
         own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
-        own = f"text_config.{own}" if isinstance(fields.get("text_config"), Mapping) else own
+        own = f"text_config.{own}" if isinstance(text, Mapping) else own
         fix = f"use at most {limit}, or raise model.config.{own}"
         reason = f"model {config.model.name} has {limit} positions"
         return [ConfigError("data.seq_len", config.data.seq_len, fix, reason)]

@@ -12,7 +12,7 @@ from mgpu_pipe.inference.arguments import folder_of, parsed, parser_of, quiet, t
 from mgpu_pipe.inference.find import find
 from mgpu_pipe.inference.load import open_model
 from mgpu_pipe.inference.push import push_folder, push_target
-from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.models.fields import class_of, maker_of
 
 
 def export(argv: Sequence[str]) -> int:
@@ -58,7 +58,8 @@ def _export(arguments: argparse.Namespace) -> None:
     else:
         what = "adapters merged; " if merges else ""
         print(f"exported {of}{run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)")
-        print(f'load it: transformers.{class_of([type(run.model).__name__])}.from_pretrained("{out}")')
+        loader = maker_of(run.model.config.model_type, class_of([type(run.model).__name__]))
+        print(f'load it: transformers.{loader}.from_pretrained("{out}")')
     if run.tokenizer_folder is None and "text" in run.model.input_modalities:
         print("no tokenizer was kept beside the weights; add the one it was trained with")
     if target is not None:

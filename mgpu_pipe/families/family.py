@@ -19,10 +19,11 @@ each of which adds its share; ``experts``: a module that calls cut experts."""
 COLUMNS = ("column", "packed", "qkv", "grouped")
 """Styles that cut outputs."""
 
-Packing = Literal["positions", "mask", "none"]
+Packing = Literal["positions", "axes", "mask", "none"]
 """What keeps documents of one row apart: positions that start again, from which transformers makes the mask
-(``masking_utils.find_packed_sequence_indices``) as long as it gets no attention mask and no cache; a mask that is
-handed to it; or nothing (state space layers, convolutions, positions that are no input)."""
+(``masking_utils.find_packed_sequence_indices``) as long as it gets no attention mask and no cache; the same before
+positions along three axes; a mask that is handed to it; or nothing (state space layers, convolutions, positions that
+are no input)."""
 FLASH = ("flash_attention_2", "flash_attention_3")
 """Kinds of attention that take no mask."""
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 WITHOUT_SUMMARY = ("siglip_vision_model", "smolvlm_vision", "idefics3_vision")
 """Towers whose first vector is a patch of the picture, not a summary of all."""
-READ_WHOLE = ("altclip", "chinese_clip")
+READ_WHOLE = ("altclip", "chinese_clip", "vision-text-dual-encoder")
 """Families whose text tower reads captions in both directions; a mask tells it where each ends."""
 SEE_VIDEOS = ("qwen2_5_vl", "qwen3_vl")
 """Families that are given videos."""

@@ -2,4 +2,4 @@
 
 from mgpu_pipe.families.family import Family
 
-FAMILY = Family(packing="positions")
+FAMILY = Family(packing="axes")

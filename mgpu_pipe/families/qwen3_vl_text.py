@@ -2,4 +2,4 @@
 
 from mgpu_pipe.families.family import Family, Stages
 
-FAMILY = Family(packing="positions", stages=Stages())
+FAMILY = Family(packing="axes", stages=Stages())

@@ -14,7 +14,7 @@ from safetensors.torch import load
 from transformers import AutoConfig
 
 from mgpu_pipe.inference.streaming import answer
-from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.models.fields import class_of, maker_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference of a logit, relative to the largest logit: rounding of that type over a model's depth."""
@@ -24,7 +24,7 @@ def main(folder: str) -> int:
     inputs = load(sys.stdin.buffer.read())
     expected = inputs.pop("logits")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    loaded: Any = getattr(transformers, class_of(config.architectures)).from_pretrained(
+    loaded: Any = getattr(transformers, maker_of(config.model_type, class_of(config.architectures))).from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,

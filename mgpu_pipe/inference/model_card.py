@@ -20,7 +20,7 @@ from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, one_line
 from mgpu_pipe.inference.load import StoredModel
-from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.models.fields import class_of, maker_of
 from mgpu_pipe.runs.summary import read_summary
 
 CARD = "README.md"
@@ -44,7 +44,7 @@ def model_card(stored: StoredModel, name: str, dtype: str) -> str:
         rows += _facts(stored, config, base, data)
     rows.append(("written by", f"mgpu_pipe {__version__}"))
     table = "\n".join(["| | |", "|---|---|", *(f"| {what} | {_plain(told)} |" for what, told in rows)])
-    loader = class_of([type(stored.model).__name__])
+    loader = maker_of(stored.model.config.model_type, class_of([type(stored.model).__name__]))
     code = [
         f"from transformers import AutoTokenizer, {loader}",
         "",

@@ -16,7 +16,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
-from mgpu_pipe.models.fields import LABELS, check_model_config, class_of
+from mgpu_pipe.models.fields import LABELS, check_model_config, class_of, maker_of
 from mgpu_pipe.models.folder import read_config_json
 from mgpu_pipe.models.freezing import freeze_parameters
 from mgpu_pipe.models.keyed_init import InitRecipe
@@ -209,7 +209,7 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
     """The model of ``config`` on the meta device, in training mode; see :func:`build_meta`."""
     import transformers
 
-    maker = getattr(transformers, model_class or class_of(config.architectures))
+    maker = getattr(transformers, maker_of(config.model_type, model_class or class_of(config.architectures)))
     wanted = None if model.attn_implementation == "auto" else model.attn_implementation
     try:
         with torch.device("meta"):

@@ -46,6 +46,8 @@ MODEL_CLASSES = {
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
 """transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
+BESIDE = {"AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": "VisionTextDualEncoderModel"}}
+"""Of models that one of these tables leaves out: the type and the class, which ``AutoModel`` builds."""
 TEXT = "text_config"
 """A model's part that reads text."""
 VISION = "vision_config"
@@ -80,14 +82,21 @@ PRIMITIVES: dict[str, tuple[type, ...]] = {
 
 def model_types(model_class: str = "AutoModelForCausalLM") -> list[str]:
     """Every model_type of which transformers has a model of that class, one of :data:`MODEL_CLASSES`."""
-    return sorted(auto_mapping(MODEL_CLASSES[model_class][0]))
+    return sorted({*auto_mapping(MODEL_CLASSES[model_class][0]), *BESIDE.get(model_class, {})})
+
+
+def maker_of(model_type: str, model_class: str) -> str:
+    """The name of transformers' class that builds a model of that type and class."""
+    return "AutoModel" if model_type in BESIDE.get(model_class, {}) else model_class
 
 
 def class_of(architectures: Iterable[str] | None) -> str:
     """transformers' ``AutoModelFor...`` of models of these classes; causal where they say nothing."""
     named = [str(architecture).removeprefix("FSDP") for architecture in architectures or ()]
-    built = (name for name, (table, _) in MODEL_CLASSES.items() if set(named) & set(auto_mapping(table).values()))
-    return next(built, "AutoModelForCausalLM")
+    for name, (table, _) in MODEL_CLASSES.items():
+        if set(named) & {*auto_mapping(table).values(), *BESIDE.get(name, {}).values()}:
+            return name
+    return "AutoModelForCausalLM"
 
 
 def config_fields(model_type: str) -> set[str] | None:

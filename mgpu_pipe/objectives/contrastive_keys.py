@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
@@ -13,6 +14,15 @@ from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
 RANKS = (1, 5, 10)
 
 
+TWO = "vision-text-dual-encoder"
+"""Two towers of any kinds (Zhai et al. 2022, "LiT", arXiv:2111.07991)."""
+TOWERS = {
+    "vision_config": ("clip_vision_model", "dinov2", "siglip_vision_model", "vit"),
+    "text_config": ("bert", "roberta", "xlm-roberta"),
+}
+"""The kinds that were tried."""
+
+
 @dataclass
 class ContrastiveConfig(ObjectiveConfig):
     name: str = "contrastive"
@@ -20,6 +30,15 @@ class ContrastiveConfig(ObjectiveConfig):
 
     max_scale: float = field(default=100.0, metadata={"at_least": 1})
     """Similarities are multiplied by a learnt number, of which no more than this counts (Radford et al. 2021)."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        errors = []
+        for part, kinds in TOWERS.items() if fields.get("model_type") == TWO else ():
+            kind = (fields.get(part) or {}).get("model_type")
+            if kind not in kinds:
+                fix = f"use one of {', '.join(kinds)}"
+                errors.append(ConfigError(f"model.config.{part}.model_type", kind, fix, "no other tower was tried"))
+        return errors
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         return kept_features_errors(config)
@@ -51,6 +70,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForZeroShotImageClassification",
     attention="own",
     samples="captioned_images",
-    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip"),
+    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", TWO),
     refused_axes=("pp", "cp", "ep"),
 )

@@ -52,6 +52,7 @@ NEEDS_MORE = {
     ("model", "clip_vit_b32"),
     ("model", "clip_vit_l14"),
     ("model", "siglip2_base"),
+    ("model", "vit_bert_tiny"),
     ("data", "captioned_digits"),
     ("objective", "vision_language"),
     ("experiment", "vlm_digits"),
