@@ -222,9 +222,10 @@ def sample_errors(config: RunConfig) -> list[ConfigError]:
 
 def _balance_errors(config: RunConfig) -> list[ConfigError]:
     source = config.data.source
-    if config.data.balance == "none" or source not in plugins.DATA_SOURCES or source not in plugins.SAMPLES:
+    kind = plugins.SAMPLES.get(source, "packed_text") if source in plugins.DATA_SOURCES else ""
+    if config.data.balance == "none" or kind in ("", "packed_text", "picture_chats"):
         return []
-    reason = f"samples of data.source={source} are no packed text, and cost alike or are not weighed"
+    reason = f"samples of data.source={source} cost alike, or are not weighed"
     return [ConfigError("data.balance", config.data.balance, "use none", reason)]
 
 

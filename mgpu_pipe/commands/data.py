@@ -116,7 +116,7 @@ def _amounts(
 def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[tuple[str, str]]:
     """How even the work of the processes is in the first steps, as the samples come and dealt by what they cost."""
     from mgpu_pipe.config.resolve import world_size
-    from mgpu_pipe.data.balance import STEPS, imbalances
+    from mgpu_pipe.data.balance import STEPS, imbalances, told
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
     dims = ParallelDims.resolve(config.strategy, world_size(config))
@@ -124,8 +124,7 @@ def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[
     found = imbalances(samples, prepared.order(config, len(samples)), plan)
     if found is None:
         return []
-    told = f"attention of the busiest of {plan.data_parallel_size} processes over their mean, {STEPS} steps"
-    return [("balance", f"{told}: {found[0]:.3f}; with data.balance=cost {found[1]:.3f}")]
+    return [("balance", f"{told(config, plan)}, {STEPS} steps: {found[0]:.3f}; with data.balance=cost {found[1]:.3f}")]
 
 
 def _sources(prepared: PreparedMixture) -> list[tuple[str, str]]:

@@ -11,6 +11,8 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import Order
 from mgpu_pipe.data.samples import SampleSet, Weighed
 from mgpu_pipe.topology import BatchPlan
@@ -40,7 +42,13 @@ def dealt(costs: Ints, plan: BatchPlan) -> Ints:
 def imbalance(costs: Ints, plan: BatchPlan) -> float:
     """What the busiest process has to do over the mean of all; ``costs`` are in the order of :func:`dealt`."""
     shares = costs.reshape(plan.data_parallel_size, -1).sum(1)
-    return float(shares.max() / shares.mean())
+    return float(shares.max() / shares.mean()) if shares.any() else 1.0
+
+
+def told(config: RunConfig, plan: BatchPlan) -> str:
+    """What :func:`imbalances` are of, in words."""
+    what = "pictures" if description(config.objective.name).samples == "picture_chats" else "attention"
+    return f"{what} of the busiest of {plan.data_parallel_size} processes over their mean"
 
 
 def imbalances(samples: SampleSet, order: Order, plan: BatchPlan) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.balance import told
 from mgpu_pipe.profiling.axes import EVERYONE
 from mgpu_pipe.profiling.breakdown import DATA, HOST
 from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes, slowest
@@ -26,38 +27,38 @@ def findings(
         uneven: see :func:`mgpu_pipe.data.balance.imbalances`.
     """
     waiting, transfer = times.share("waiting"), times.share("transfer")
-    told = []
+    found = []
     if dims.world_size > 1:
-        told.append(
+        found.append(
             f"communication that nothing hides takes {waiting + transfer:.0%} of a step: {waiting:.0%} waiting for "
             f"another rank, {transfer:.0%} transfer"
         )
     slow = slowest(times.ranks)
     if slow is not None:
-        told.append(f"{_straggler(times.ranks, *slow)}; {_cure(slow[1], config, dims)}")
+        found.append(f"{_straggler(times.ranks, *slow)}; {_cure(slow[1], config, dims)}")
     elif times.share(HOST) > MOST_HOST:
-        told.append(_host(times))
+        found.append(_host(times))
     if waiting + transfer > MOST_COMMUNICATION:
         warning = f"more than {MOST_COMMUNICATION:.0%} of a step is communication"
         axis = times.axes[0]
         key = _key(axis, config, dims, plan)
         if slow is not None and waiting > transfer:
-            told.append(f"warning: {warning}, most of it waiting: help rank {slow[0]} first")
+            found.append(f"warning: {warning}, most of it waiting: help rank {slow[0]} first")
         else:
-            told.append(f"warning: {warning}, most of it along {axis}{f'; try {key}' if key else ''}")
+            found.append(f"warning: {warning}, most of it along {axis}{f'; try {key}' if key else ''}")
     if times.share(DATA) > MOST_DATA:
         more = max(2 * config.data.num_workers, 1)
-        told.append(f"warning: {times.share(DATA):.0%} of a step is waiting for data; try data.num_workers={more}")
+        found.append(f"warning: {times.share(DATA):.0%} of a step is waiting for data; try data.num_workers={more}")
     if uneven is not None:
-        told.append(_balance(*uneven, config, plan))
-    return told
+        found.append(_balance(*uneven, config, plan))
+    return found
 
 
 def _balance(as_they_come: float, by_cost: float, config: RunConfig, plan: BatchPlan) -> str:
-    told = f"attention of the busiest of {plan.data_parallel_size} processes over their mean: {as_they_come:.2f}"
+    said = f"{told(config, plan)}: {as_they_come:.2f}"
     if config.data.balance == "cost":
-        return f"{told} as the samples come, {by_cost:.2f} as data.balance=cost deals them"
-    return f"{told}, {by_cost:.2f} with data.balance=cost{'; try it' if as_they_come - by_cost > MORE_EVEN else ''}"
+        return f"{said} as the samples come, {by_cost:.2f} as data.balance=cost deals them"
+    return f"{said}, {by_cost:.2f} with data.balance=cost{'; try it' if as_they_come - by_cost > MORE_EVEN else ''}"
 
 
 def _straggler(ranks: Sequence[RankTimes], rank: int, phase: str, late: float) -> str:

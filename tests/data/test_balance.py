@@ -17,6 +17,7 @@ from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.balance import dealt, imbalance
 from mgpu_pipe.data.loader import train_step_batches
+from mgpu_pipe.data.prepare import prepare as prepare_any
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
@@ -24,6 +25,7 @@ from mgpu_pipe.data.text.prepare import prepare
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config
+from tests.support.needs import need_digits
 
 STEPS, SIZE = 12, 16
 NUMBER = "number"
@@ -144,3 +146,20 @@ def test_the_preview_shows_both(
     told = re.search(said, shown[1])
     assert told is not None, shown[1]
     assert 1 <= float(told[2]) < float(told[1])
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_pictures_are_dealt_too_and_the_step_is_the_same(tmp_path: Path, packing: str) -> None:
+    need_digits()
+    words = ["objective=vision_language", "model=llava_tiny", "data=digit_questions", f"data.cache_dir={tmp_path}"]
+    sizes = ["data.global_batch_size=16", f"data.packing={packing}", "data.shift=0"]
+    plan, found = BatchPlan(16, 4, 2), []
+    for balance in ("none", "cost"):
+        run = compose([*words, *sizes, f"data.balance={balance}"])[0]
+        preflight(run)
+        prepared = prepare_any(run)
+        steps = [next(iter(train_step_batches(run, prepared, plan, rank, 0, 1))) for rank in range(4)]
+        shares = [[int(one["pictures"].sum()) for one in step.micro_batches] for step in steps]
+        rows = [row for step in steps for one in step.micro_batches for row in one["input_ids"].tolist()]
+        found.append((sorted(rows), max(map(sum, shares)) - min(map(sum, shares))))
+    assert found[0][0] == found[1][0] and found[1][1] < found[0][1]

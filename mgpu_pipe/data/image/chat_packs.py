@@ -61,6 +61,13 @@ class PackedChats:
     def padding(self, indices: NDArray[np.int64]) -> int:
         return self.positions(indices) - int(self.alone.lengths[self._of(indices)[0]].sum())
 
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As of its conversations."""
+        members, counts = self._of(indices)
+        found = np.zeros(len(indices), np.int64)
+        np.add.at(found, np.repeat(np.arange(len(indices)), counts), self.alone.costs(members))
+        return found
+
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """As of conversations alone, and ``position_ids``, which restart with each; where those alone have them, along
         axes of their own, these stand behind."""

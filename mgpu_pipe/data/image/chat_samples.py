@@ -67,6 +67,12 @@ class PictureChatSamples:
     def padding(self, indices: NDArray[np.int64]) -> int:
         return self.positions(indices) - int(self.lengths[indices].sum())
 
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The places that a conversation's pictures take, and the tower works for; rows are equally long."""
+        places = np.concatenate([[0], np.cumsum(self._places.prod(1))])
+        found: NDArray[np.int64] = places[self._last[indices]] - places[self._first[indices]]
+        return found
+
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """The conversations ``indices``, as :mod:`mgpu_pipe.objectives.vision_language` describes them."""
         ids = np.full((len(indices), self._known.seq_len + 1), self._known.padding_token_id, np.int64)
