@@ -41,9 +41,11 @@ def record(name: str, run: RunPaths, bases: Sequence[RunPaths]) -> None:
     parameters, processes = summary["model"]["parameters"], summary["world_size"]
     tokens = summary["metrics"]["throughput/tokens_per_s"]  # 0 of pictures
     rate, unit = (tokens, "tokens/s") if tokens else (summary["metrics"]["throughput/samples_per_s"], "samples/s")
+    times = summary["times"]
+    waits = (waited / step for waited, step in zip(times["data_s"], times["step_s"], strict=True))
     notes = (
         f"{parameters:,} parameters, {processes} processes, {summary['precision']}; {summary['wall_s']:.0f} s in all, "
-        f"{rate:,.0f} {unit}."
+        f"{rate:,.0f} {unit}. A step waits for data {max(waits):.1%} of its time."
     )
     for base in bases:
         before = json.loads(base.summary.read_text())

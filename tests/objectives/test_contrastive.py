@@ -69,7 +69,10 @@ def test_every_strategy_is_the_whole_batch_in_one_process(processes: int, strate
     assert [one for one in worst if not one.passed] == []
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["fsdp", "zero3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp", "tp", "zero1", "zero2"))],
+)
 def test_siglip_goes_round_the_processes_of_a_sharded_run(strategy: str) -> None:
     config = small_run(*CLIP, "model=siglip2_base", "trainer.devices=2", f"strategy={strategy}")
     assert [one for one in run_processes(2, verified, config)[0] if not one.passed] == []
