@@ -20,18 +20,19 @@ from tests.support.sampling import sampled
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
 
 SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny", "paligemma_tiny")
+TWO_TOWERS = ("clip_tiny", "vit_bert_tiny")
 OBJECTIVES = {
     **{"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"},
-    **{"vit_tiny": "image_classification", "clip_tiny": "contrastive"},
+    **{"vit_tiny": "image_classification", **dict.fromkeys(TWO_TOWERS, "contrastive")},
     **dict.fromkeys(SEEING, "vision_language"),
     **{"wav2vec2_tiny": "ctc", "whisper_tiny": "speech_seq2seq"},
 }
 DATA = {
     **{"t5_tiny": "number_words", "vit_tiny": "digits"},
     **dict.fromkeys(("wav2vec2_tiny", "whisper_tiny"), "spoken_digits"),
-    **{"clip_tiny": "captioned_digits", **dict.fromkeys(SEEING, "digit_questions")},
+    **{**dict.fromkeys(TWO_TOWERS, "captioned_digits"), **dict.fromkeys(SEEING, "digit_questions")},
 }
-CLASSES = {"vit_tiny": 10, "clip_tiny": 8, "whisper_tiny": 384, **dict.fromkeys(SEEING, 384)}
+CLASSES = {"vit_tiny": 10, **dict.fromkeys(TWO_TOWERS, 8), "whisper_tiny": 384, **dict.fromkeys(SEEING, 384)}
 
 
 def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -55,13 +56,16 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "qwen3_vl_tiny",
         "smolvlm_tiny",
         "t5_tiny",
+        "vit_bert_tiny",
         "vit_tiny",
         "wav2vec2_tiny",
         "whisper_tiny",
     ]
 
 
-AS_OTHERS = ("clip_tiny", "llava_tiny", "paligemma_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "wav2vec2_tiny")
+AS_OTHERS = (
+    *("clip_tiny", "llava_tiny", "paligemma_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "vit_bert_tiny", "wav2vec2_tiny"),
+)
 """Commands of docs/tasks/images.md and speech.md train them, or tests/objectives; ``make test`` tries the others."""
 
 

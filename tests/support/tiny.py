@@ -95,7 +95,9 @@ MODELS = {
 
 def model_class(source: ModelConfig) -> str | None:
     """transformers' class for a type that has no causal language model."""
-    two_towers = dict.fromkeys(("clip", "siglip"), "AutoModelForZeroShotImageClassification")
+    two_towers = dict.fromkeys(
+        ("clip", "siglip", "vision-text-dual-encoder"), "AutoModelForZeroShotImageClassification"
+    )
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
     known |= dict.fromkeys(("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma"), "AutoModelForImageTextToText")
     known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}
