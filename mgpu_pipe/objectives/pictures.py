@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from mgpu_pipe.data.batch_spec import Field
-from mgpu_pipe.data.image.grids import row_positions, seen_apart
+from mgpu_pipe.data.image.grids import AXES, row_positions, seen_apart
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS, Grid
 from mgpu_pipe.models.fields import picture_shape, places_of
@@ -31,8 +31,6 @@ MOST_PLACES = (2, 3)
 """Down and across, of a random picture in a size of its own."""
 MOST_TIMES = 2
 """Of a random video."""
-AXES = 3
-"""Of a token's position: in time, down and across."""
 NOT_ZERO = 2.0**-24
 """The smallest number that is above zero in every precision."""
 

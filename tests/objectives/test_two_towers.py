@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.contrastive import ContrastiveObjective, seen_and_read
-from tests.objectives.test_contrastive import captioned, loss_of, verified
-from tests.support import small_runs
+from mgpu_pipe.objectives.contrastive import ContrastiveObjective
+from tests.objectives.test_contrastive import captioned, compared_with_transformers, goes_on_and_is_exported, verified
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
@@ -64,28 +61,10 @@ def made(sees: str, reads: str) -> ContrastiveObjective:
 
 @pytest.mark.parametrize(("sees", "reads"), [*((sees, "bert") for sees in SEE), ("vit", "roberta")])
 def test_loss_and_gradients_are_transformers_own(sees: str, reads: str) -> None:
-    """Which is given the whole batch at once, and the mask of its captions."""
     objective = made(sees, reads)
-    model: Any = objective.model
     batch = objective.random_batch(3, 1, 6, 12, packed=False)
     batch["input_ids"][batch["input_ids"] == 1] = 7  # RoBERTa counts no position for what fills up
-    batch["pixel_values"] = batch["pixel_values"].double()
-    cut = loss_of(objective, batch, 2)
-    gradients = {name: one.grad for name, one in model.named_parameters()}
-    model.zero_grad()
-    model._forward_hooks.clear()
-    inputs = seen_and_read(batch, model.config)
-    ends = [row.index(5) + 1 for row in batch["input_ids"].tolist()]
-    assert inputs["attention_mask"].sum(1).tolist() == ends and len(set(ends)) > 1
-    whole = 6 * model(**inputs, return_loss=True).loss
-    whole.backward()
-    assert float(cut) == pytest.approx(float(whole.detach()), rel=1e-6)
-    for name, parameter in model.named_parameters():
-        found = gradients[name]
-        assert (found is None) == (parameter.grad is None), name
-        if found is not None:
-            error = (found - parameter.grad).abs().max()
-            assert error <= 1e-5 * parameter.grad.abs().max() + 1e-7, name
+    compared_with_transformers(objective, batch)
 
 
 def pictured(folder: Path, *overrides: str) -> RunConfig:
@@ -97,32 +76,8 @@ def pictured(folder: Path, *overrides: str) -> RunConfig:
 def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoModel, AutoTokenizer
-
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
-
-    whole, metrics, _ = small_runs.run_on(pictured, tmp_path)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and captions"
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    assert f"{metrics['val/loss']:.6f} nats a sample" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
-    assert "transformers.AutoModel.from_pretrained" in capsys.readouterr().out
-    exported, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = goes_on_and_is_exported(pictured, "AutoModel", tmp_path, capsys)
     assert type(exported).__name__ == "VisionTextDualEncoderModel"
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    ids = tokenizer("a dark square")["input_ids"]
-    assert ids[-1] == exported.config.text_config.eos_token_id
-    pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
-    inputs = {"pixel_values": pixels, "input_ids": torch.tensor([ids, ids])}
-    with torch.no_grad():
-        ours, plain = (model(**inputs).logits_per_image for model in (load_run(tmp_path / "second").model, exported))
-    assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
-    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0")
-    tuned = partial(small_runs.run, pictured)(tmp_path / "tuned", 2, *given, "strategy=fsdp")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.image.grids import AXES
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.packing import best_fit, ranges
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.image.chat_samples import PictureChatSamples
-
-
-AXES = 3
-"""Along which a token has a position where pictures have sizes of their own."""
 
 
 def rows_of_lengths(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

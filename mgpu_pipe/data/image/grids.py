@@ -37,6 +37,8 @@ LEAST, MOST = 4, 1280
 TURNED = (5, 6, 7, 8)
 """Values of EXIF's orientation whose pictures lie on their side."""
 ORIENTATION = 274
+AXES = 3
+"""Of a token's position: in time, down and across."""
 TOO_LONG = f"is more than {LONGEST} times as long as wide"
 
 
