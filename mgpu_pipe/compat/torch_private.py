@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map as tree_map
 
 PRIVATE = (
     "torch.distributed.distributed_c10d:_resolve_process_group",
+    "torch._dynamo:maybe_mark_dynamic",
     "torch:_foreach_norm",
     "torch:_foreach_mul_",
     "torch:_foreach_lerp_",
@@ -64,6 +65,13 @@ OPERATORS = (
 def operator(name: str) -> Any:
     """An operator of ``torch.ops.aten``, one of :data:`OPERATORS`."""
     return getattr(torch.ops.aten, name)
+
+
+def mark_sizes(tensor: torch.Tensor, *dims: int) -> None:
+    """Let compiled code hold for any size of these dimensions of ``tensor``, where nothing in it depends on them."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
 
 
 def foreach_norm(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

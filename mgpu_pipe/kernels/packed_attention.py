@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.compat.torch_private import operator
+from mgpu_pipe.compat.torch_private import mark_sizes, operator
 from mgpu_pipe.compat.transformers_private import (
     attention_of,
     looks_up_attention,
@@ -28,7 +28,7 @@ FLASH_HEAD_SIZES = range(8, 257, 8)
 FLASH_CAPABILITY = (8, 0)
 """The first GPUs that the flash operator has kernels for (Ampere)."""
 COUNT_STEP, LENGTH_STEP = 16, 512
-"""Numbers of documents, and lengths of the longest, are rounded up to these: compiled code sees few shapes."""
+"""Numbers of documents, and lengths of the longest, are rounded up to these."""
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 BEYOND_FLASH = ("softcap", "position_bias", "s_aux", "head_mask")
 """What some models hand their attention function and the flash operator does not compute."""
@@ -84,9 +84,10 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
         positions: shape (rows, tokens); a document begins with every row and wherever they do not go up by one.
 
     Returns:
-        int32 of shape (1, 1, length of the longest document in units of 512, documents + 1), both rounded up: along the
-        last dimension the starts and then the number of all tokens, once or several times, which stands for documents
-        without a token. The third dimension is there for its size alone.
+        int32 of shape (1, 1, length of the longest document in units of 512 and one more, documents + 1), both rounded
+        up: along the last dimension the starts and then the number of all tokens, once or several times, which stands
+        for documents without a token. The third dimension is there for its size alone, which is never 1: compiled code
+        is made anew for that.
     """
     rows, tokens = positions.shape
     begins = torch.ones_like(positions, dtype=torch.bool)
@@ -95,7 +96,14 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
     count = len(starts)
     starts = F.pad(starts, (0, 1 + -count % COUNT_STEP), value=rows * tokens).int()
     longest = int(starts.diff().max())
-    return starts.repeat(1, 1, -(-longest // LENGTH_STEP), 1)
+    return starts.repeat(1, 1, 1 - (-longest // LENGTH_STEP), 1)
+
+
+def of_any_length(starts: torch.Tensor) -> torch.Tensor:
+    """The same :func:`document_starts`; compiled code takes other numbers and lengths of documents without being made
+    anew."""
+    mark_sizes(starts, 2, 3)
+    return starts
 
 
 def mask_of(starts: torch.Tensor, rows: int, tokens: int, causal: bool, window: int | None) -> torch.Tensor:
@@ -165,7 +173,7 @@ def _flash(
 ) -> torch.Tensor:
     rows, _, tokens, _ = query.shape
     packed = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    edges, longest = starts[0, 0, 0], min(tokens, starts.shape[2] * LENGTH_STEP)
+    edges, longest = starts[0, 0, 0], (starts.shape[2] - 1) * LENGTH_STEP
     out = operator("_flash_attention_forward")(
         *packed,
         edges,

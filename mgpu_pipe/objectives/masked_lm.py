@@ -23,12 +23,12 @@ from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of, weighed
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
+from mgpu_pipe.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.loss_head import TokenLoss
 from mgpu_pipe.objectives.masked_lm_keys import DESCRIPTION, MaskedLMConfig
-from mgpu_pipe.objectives.packed_text import STARTS, block_diagonal_mask, random_packed_text
+from mgpu_pipe.objectives.packed_text import block_diagonal_mask, random_packed_text, starts_of
 from mgpu_pipe.parallel.randomness import step_seed
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class MaskedLMObjective(Objective):
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         positions = batch["position_ids"]
         if takes_document_starts(self.model):
-            mask = batch[STARTS] if STARTS in batch else document_starts(positions)
+            mask = starts_of(batch, positions)
         else:
             as_bool = attention_of(cast(Any, self.model.config)) == "sdpa"
             mask = block_diagonal_mask(positions, as_bool, causal=False)

@@ -17,7 +17,7 @@ from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.family import FLASH
 from mgpu_pipe.families.find import document_isolation
-from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
+from mgpu_pipe.kernels.packed_attention import document_starts, of_any_length, takes_document_starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,10 +67,15 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
         return {**kwargs, "input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
     kwargs["position_ids"] = position_ids
     if takes_document_starts(model):
-        kwargs["attention_mask"] = batch[STARTS] if STARTS in batch else document_starts(position_ids)
+        kwargs["attention_mask"] = starts_of(batch, position_ids)
     elif isolation == "mask":
         kwargs["attention_mask"] = block_diagonal_mask(position_ids, attention_of(model.config) == "sdpa")
     return kwargs
+
+
+def starts_of(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
+    """The :func:`document_starts` of a micro-batch, from its ``positions`` where it does not bring them."""
+    return of_any_length(batch[STARTS] if STARTS in batch else document_starts(positions))
 
 
 def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool, causal: bool = True) -> torch.Tensor:

@@ -20,9 +20,10 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
+from mgpu_pipe.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.packed_text import starts_of
 from mgpu_pipe.objectives.pictures import Picture, pictures_of
 from mgpu_pipe.objectives.tower_features import LlavaFeatures, SeesPictures, keeps_features
 from mgpu_pipe.objectives.vision_language_keys import DESCRIPTION, VisionLanguageConfig
@@ -88,7 +89,7 @@ class VisionLanguageObjective(SeesPictures):
         inputs = self._pictures.inputs(batch)
         apart = self._pictures.apart(inputs)
         if apart is not None and takes_document_starts(cast(Any, self.model).get_decoder()):
-            inputs["attention_mask"] = document_starts(apart)
+            inputs["attention_mask"] = starts_of(batch, apart)
         return inputs
 
     def sampling_batch(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:

@@ -47,6 +47,8 @@ KEPT = frozenset(
                 "_efficient_attention_forward",
             )
         ),
+        torch.ops.mgpu_pipe.ring_forward.default,  # of compiled blocks
+        torch.ops.mgpu_pipe.ulysses_forward.default,
     }
 )
 """What ``selective`` does not compute twice."""

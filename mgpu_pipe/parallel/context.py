@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,9 +25,9 @@ from torch import nn
 from mgpu_pipe.compat.transformers_private import looks_up_attention, set_attention
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
 from mgpu_pipe.parallel.context_ring import ring_attention
-from mgpu_pipe.parallel.context_split import Method, document_numbers, padded_length, split_micro_batch
+from mgpu_pipe.parallel.context_sequences import ContextAxis, SequenceContext
+from mgpu_pipe.parallel.context_split import Method, split_micro_batch
 from mgpu_pipe.parallel.context_ulysses import ulysses_attention
 
 NAMES: Mapping[Method, str] = {"ring": "mgpu_ring", "ulysses": "mgpu_ulysses"}
@@ -40,63 +38,6 @@ AXIS = "mgpu_context_axis"
 """The attribute of a model's root module that holds its :class:`ContextAxis`."""
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "head_mask")
 """What some models hand their attention function and these two do not compute."""
-
-
-@dataclass(frozen=True)
-class ContextAxis:
-    """The ranks that share sequences, and how."""
-
-    group: dist.ProcessGroup
-    method: Method
-    spec: BatchSpec
-    """Of the micro-batches that are cut."""
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(self.group)
-
-
-@dataclass(eq=False)
-class SequenceContext:
-    """What attention has to know about the sequences of one micro-batch, beyond this rank's tokens."""
-
-    axis: ContextAxis
-    documents: torch.Tensor
-    """See :func:`~mgpu_pipe.parallel.context_split.document_numbers`."""
-
-    @classmethod
-    def of(cls, micro_batch: Mapping[str, torch.Tensor], axis: ContextAxis) -> SequenceContext:
-        """Of a whole micro-batch."""
-        positions = axis.spec.documents_of(micro_batch)
-        return cls(axis, document_numbers(positions, padded_length(positions.shape[1], axis.size, axis.method)))
-
-    @property
-    def tokens(self) -> int:
-        """Of a row on this rank."""
-        return self.documents.shape[1] // self.axis.size
-
-    @cached_property
-    def by_hop(self) -> tuple[Blocks, ...]:
-        return ring_blocks(self.documents, self.axis.size, self.axis.rank)
-
-    @cached_property
-    def whole(self) -> Blocks:
-        return whole_blocks(self.documents)
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Causal attention inside documents of this rank's queries, (rows, heads, tokens, size); a collective call."""
-        if query.shape[0] != self.documents.shape[0] or query.shape[2] != self.tokens:
-            raise RuntimeError(
-                f"attention got {query.shape[0]} x {query.shape[2]} tokens where this rank's part of the micro-batch "
-                f"has {self.documents.shape[0]} x {self.tokens}: hand the model what context_of gives"
-            )
-        if self.axis.method == "ring":
-            return ring_attention(query, key, value, self.axis.group, self.by_hop, scale)
-        return ulysses_attention(query, key, value, self.axis.group, self.whole, scale)
 
 
 _active: SequenceContext | None = None
@@ -181,7 +122,7 @@ def _within(context: SequenceContext | None) -> Iterator[None]:
 def in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which runs in the current context whenever it is called."""
     context = _active
-    if context is None:
+    if context is None or torch.compiler.is_compiling():  # where it is compiled, it is given what it read
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -222,14 +163,20 @@ def _attention(
         reason = f"context parallelism does not compute what {type(module).__name__} asks for: {', '.join(wanted)}"
         raise ConfigError("strategy.cp", context.axis.size, "use strategy.cp=1", reason)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _attend(context, query, key, value, scale).transpose(1, 2).contiguous(), None
+    return attend(context, query, key, value, scale).transpose(1, 2).contiguous(), None
 
 
-@torch.compiler.disable
-def _attend(
+def attend(
     context: SequenceContext, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    return context.attend(query, key, value, scale)
+    """Causal attention inside documents of this rank's queries, (rows, heads, tokens, size); a collective call."""
+    if query.shape[0] != context.documents.shape[0] or query.shape[2] != context.tokens:
+        raise RuntimeError(
+            f"attention got {query.shape[0]} x {query.shape[2]} tokens where this rank's part of the micro-batch "
+            f"has {context.documents.shape[0]} x {context.tokens}: hand the model what context_of gives"
+        )
+    attention = ring_attention if context.axis.method == "ring" else ulysses_attention
+    return attention(query, key, value, context, scale)
 
 
 def _mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

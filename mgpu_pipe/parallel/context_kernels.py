@@ -33,9 +33,9 @@ class Partial:
     def __init__(self, query: torch.Tensor) -> None:
         rows, heads, tokens, size = query.shape
         # Tokens before heads in memory, as the output projection takes it: so it keeps no copy for its backward pass.
-        out = torch.empty(rows, tokens, heads, size, dtype=_wide(query), device=query.device)
+        out = torch.empty(rows, tokens, heads, size, dtype=wide(query), device=query.device)
         self.out = out.transpose(1, 2)
-        self.lse = torch.empty(query.shape[:-1], dtype=_wide(query), device=query.device)
+        self.lse = torch.empty(query.shape[:-1], dtype=wide(query), device=query.device)
         self._untouched = True
 
     def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, scale: float) -> None:
@@ -86,12 +86,12 @@ class Gradients:
     """Gradients of queries, keys and values, in fp32 at least, summed over blocks."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.query = torch.zeros(query.shape, dtype=_wide(query), device=query.device)
+        self.query = torch.zeros(query.shape, dtype=wide(query), device=query.device)
         self.start(key, value)
 
     def start(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Begin with other keys and values; :attr:`key_value` of shape (2, *key.shape) is theirs."""
-        self.key_value = torch.zeros((2, *key.shape), dtype=_wide(key), device=key.device)
+        self.key_value = torch.zeros((2, *key.shape), dtype=wide(key), device=key.device)
 
     def take(
         self,
@@ -236,7 +236,7 @@ def _packed(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     return flat.contiguous() if index is None else flat.index_select(0, index)
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

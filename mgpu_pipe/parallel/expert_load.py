@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_pipe.compat.torch_private import in_backward_pass
 from mgpu_pipe.models.layout import layouts_of, unsharded_shape
-from mgpu_pipe.parallel.expert import computed_rows, experts_modules, is_first_forward
+from mgpu_pipe.parallel.expert import computed_rows, experts_modules
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ExpertLoad:
     Works whether or not the experts are cut, and before or after they are.
 
     Args:
-        device: this process's, where counts are summed even if there are none yet.
+        device: where the model computes.
 
     Raises:
         ValueError: the model has no experts that are known to :func:`experts_modules`.
@@ -55,14 +57,13 @@ class ExpertLoad:
         modules, layouts = experts_modules(model), layouts_of(model)
         if not modules:
             raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
-        self._modules, self._device = list(modules.values()), device or torch.device("cpu")
-        self._counts: list[torch.Tensor | None] = [None] * len(modules)
-        self._lengths: list[int] = []
+        self._modules, self._counts = list(modules.values()), list[torch.Tensor]()
         self._computed = [computed_rows(module) or 0 for module in self._modules]
-        for number, (name, module) in enumerate(modules.items()):
+        for name, module in modules.items():
             attribute, parameter = next(module.named_parameters())
-            self._lengths.append(unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0])
-            module.register_forward_pre_hook(self._counting(number))
+            experts = unsharded_shape(parameter, layouts.get(f"{name}.{attribute}"))[0]
+            self._counts.append(torch.zeros(experts, dtype=torch.int64, device=device or torch.device("cpu")))
+            module.register_forward_pre_hook(_counting(self._counts[-1]))
 
     @staticmethod
     def experts_of(model: nn.Module) -> int:
@@ -79,19 +80,13 @@ class ExpertLoad:
             group: all ranks of a pipeline stage; None is this process alone.
             copies: how many of them hold each token where it is routed: ``tp`` without sequence parallelism.
         """
-        device = next((counts.device for counts in self._counts if counts is not None), self._device)
-        rows = [
-            torch.zeros(length, dtype=torch.int64, device=device) if counts is None else counts
-            for length, counts in zip(self._lengths, self._counts, strict=True)
-        ]
-        routed = sum((row.sum() for row in rows), start=torch.zeros((), dtype=torch.int64, device=device))
-        packed = torch.cat([*rows, self._newly_computed(routed, copies).reshape(1)])
+        routed = torch.cat(self._counts).sum()
+        packed = torch.cat([*self._counts, self._newly_computed(routed, copies).reshape(1)])
         if group is not None and group.size() > 1:
             dist.all_reduce(packed, group=group)
-        *layers, last = (part.tolist() for part in packed.split([*self._lengths, 1]))
+        *layers, last = (part.tolist() for part in packed.split([*map(len, self._counts), 1]))
         for counts in self._counts:
-            if counts is not None:
-                counts.zero_()
+            counts.zero_()
         assignments = [[count // copies for count in layer] for layer in layers]
         return Load(assignments, sum(map(sum, assignments)) - last[0] // copies)
 
@@ -104,16 +99,24 @@ class ExpertLoad:
         self._computed = [total or 0 for total in totals]
         return torch.full_like(routed, new * copies)
 
-    def _counting(self, number: int):  # type: ignore[no-untyped-def]
-        @torch.compiler.disable
-        def count(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if not is_first_forward():
-                return
-            chosen = inputs[1].reshape(-1)
-            counts = self._counts[number]
-            if counts is None:
-                counts = torch.zeros(self._lengths[number], dtype=torch.int64, device=chosen.device)
-                self._counts[number] = counts
-            counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
-        return count
+def _count(counts: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Add the assignments to each expert that a forward pass routes; its recomputation adds nothing."""
+    if not in_backward_pass():
+        chosen = chosen.reshape(-1)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+@torch.library.custom_op("mgpu_pipe::count_assignments", mutates_args={"counts"})
+def _compiled_count(counts: torch.Tensor, chosen: torch.Tensor) -> None:
+    _count(counts, chosen)
+
+
+def _counting(counts: torch.Tensor) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    """The hook of a module of experts, which is given hidden states, each token's experts, and their weights."""
+
+    def count(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            (_compiled_count if torch.compiler.is_compiling() else _count)(counts, inputs[1])
+
+    return count

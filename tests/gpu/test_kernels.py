@@ -102,9 +102,9 @@ def test_a_mask_is_made_on_gpus_in_fp32_alone(device: torch.device, monkeypatch:
 
 def test_starts_of_documents() -> None:
     starts = packed_attention.document_starts(positions())
-    assert starts.shape == (1, 1, 1, 17)
+    assert starts.shape == (1, 1, 2, 17)
     assert starts[0, 0, 0].tolist() == [0, 37, 42, 128, 256, 257, 258, *[384] * 10]
-    assert packed_attention.document_starts(torch.arange(1200)[None]).shape == (1, 1, 3, 17)
+    assert packed_attention.document_starts(torch.arange(1200)[None]).shape == (1, 1, 4, 17)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.objectives.packed_text import block_diagonal_mask, packed_text
-from mgpu_pipe.parallel.context import ContextAxis, SequenceContext
+from mgpu_pipe.parallel.context import attend
+from mgpu_pipe.parallel.context_sequences import ContextAxis, SequenceContext
 from mgpu_pipe.parallel.context_split import Method, chunk_ranges, padded_length, split_micro_batch
 from tests.support.processes import run_processes
 
@@ -67,7 +68,7 @@ def shared(
     *inputs, grad_out = parts
     # As projections give them: tokens before heads in memory.
     leaves = [tensor.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for tensor in inputs]
-    out = context.attend(leaves[0], leaves[1], leaves[2], SCALE)
+    out = attend(context, leaves[0], leaves[1], leaves[2], SCALE)
     out.backward(grad_out)
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
