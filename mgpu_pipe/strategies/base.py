@@ -58,6 +58,8 @@ class EngineStrategy(ParallelStrategy):
         """Of the weights, kept in the optimizer's state; whoever makes the strategy says how."""
         self.save_due: Callable[[], bool] = lambda: False
         """Whether this rank finds, at a step's end, that it is time for a save. As above."""
+        self.before_writing: Callable[[], None] = lambda: None
+        """Called before weights or the optimizer's state are written: a save may still be reading them. As above."""
         self.spike_guard = SpikeGuard()
         """As above."""
 
@@ -119,6 +121,7 @@ class EngineStrategy(ParallelStrategy):
         if not self.average.evaluated:
             yield
             return
+        self.before_writing()
         with self._average_in_place():
             yield
 

@@ -308,6 +308,7 @@ class DeepSpeedStrategy(EngineStrategy):
         """Lightning's hooks, then DeepSpeed's update."""
         result = closure()
         after_closure(self, self.objective, optimizer)
+        self.before_writing()
         with self.average.updated(self.state.optimizer, self.state.masters()):
             if self._skips:
                 skip_update(self.state.zero, self.engine.step)

@@ -231,6 +231,7 @@ class MeshStrategy(EngineStrategy):
         """Lightning's hooks, then the update, on this rank's shards."""
         result = closure()
         after_closure(self, self.objective, optimizer)
+        self.before_writing()
         with on_local_shards(optimizer), self.average.updated(optimizer):
             optimizer.step()
         return result

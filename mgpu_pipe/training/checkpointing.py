@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -165,8 +166,8 @@ class Checkpointer:
             self._settle(background.wait(), last=False)
         self._clock.saved()
         self.last_step, self._failed = step, None
-        root, optimizer = self._paths.checkpoints, strategy.optimizer_shards()
-        model = [shard for shard in strategy.model_shards() if shard.tensor_slice.name not in self._left_out]
+        root = self._paths.checkpoints
+        model, optimizer = self._shards(strategy)
         state = self._state(strategy, step, metrics)
         try:
             plan = self._planner.plan(root, step, model, optimizer, None)
@@ -181,6 +182,20 @@ class Checkpointer:
                 self._tell(error)
                 self._failed = error  # the run may turn out to end here
             self._settle(error, last)
+
+    def reserve(self, strategy: HoldsState, step: int) -> None:
+        """Take the memory that saves beside training copy to, before the first of them; ``step`` has been made."""
+        if self._background is None or self.last_step is not None:
+            return
+        model, optimizer = self._shards(strategy)
+        with suppress(CheckpointSaveError):  # the save will say it
+            plan = self._planner.plan(self._paths.checkpoints, step, model, optimizer, None)
+            self._background.reserve(plan, model, optimizer)
+
+    def before_writing(self) -> None:
+        """To be called before weights or the optimizer's state are written. Not collective."""
+        if self._background is not None:
+            self._background.before_writing()
 
     def finish(self, step: int) -> None:
         """Wait for the save that is going on; training has ended after ``step``.
@@ -210,6 +225,12 @@ class Checkpointer:
             )
         elif error is not None and not self._was_told(error):
             _warn(f"WARNING: {error}" + ("" if isinstance(error, NonFiniteError) else f"; {self._last_good()}"))
+
+    def _shards(self, strategy: HoldsState) -> tuple[list[LocalShard], list[LocalShard]]:
+        """What is saved of this rank's weights, and of its optimizer's state."""
+        optimizer = strategy.optimizer_shards()
+        model = [shard for shard in strategy.model_shards() if shard.tensor_slice.name not in self._left_out]
+        return model, optimizer
 
     @property
     def _goes_on_after_errors(self) -> bool:

@@ -271,6 +271,8 @@ class StepRecorder(pl.Callback):
             )
         if self._save_due or self._checkpointer.due(row["step"]):
             self._save(trainer)
+        elif row["step"] == self._start_step + 1:
+            self._checkpointer.reserve(trainer.strategy, row["step"])  # type: ignore[arg-type]
         if self._sample is not None and not self.stopped:
             self._sample(row["step"])
         self._mark_time()  # evaluation, saving and sampling are not the step's time

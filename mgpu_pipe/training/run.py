@@ -177,7 +177,7 @@ def train(
         dropout_seed=config.seed if uses_dropout(model) else None,
         stop_requested=lambda: asked_to_stop() or clock.is_over(),
     )
-    strategy.save_due = clock.save_is_due
+    strategy.save_due, strategy.before_writing = clock.save_is_due, checkpointer.before_writing
     strategy.average.decay, strategy.average.evaluated = config.optimizer.ema.decay, config.optimizer.ema.evaluate
     strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, tells=rank == 0)
     tasks = RunTasks(config, prepared, objective, strategy) if config.eval.tasks else None

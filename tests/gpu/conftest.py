@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,34 @@ class Programs:
         if not self.dry:
             compare(mine, self.on_cpu(*alone))
 
+    def fails(self, *overrides: str) -> str:
+        """What a run says whose workers fail."""
+        words = (*overrides, f"trainer.accelerator={'cpu' if self.dry else 'gpu'}")
+        if self.dry:
+            return mgpu(self.cache, self.folder, *words, *SHORT, code=1)
+        return mgpu_anew(self.cache, self.folder, *words, code=1)
+
     def refused(self, *overrides: str) -> str:
         """What is said to a run that only a GPU could do."""
         return mgpu(self.cache, self.folder, *overrides, "trainer.accelerator=cpu", code=2)
+
+
+@pytest.fixture
+def no_waits(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the host must not wait for the GPU."""
+
+    @contextmanager
+    def forbidden() -> Iterator[None]:
+        if device.type == "cpu":
+            yield
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return forbidden
 
 
 @pytest.fixture
