@@ -97,9 +97,6 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
                 "sequence parallelism and expert parallelism share the ranks",
             )
         )
-    if config.precision.name == "fp8" and dims.tp > 1:
-        reason = "tensor parallelism has no float8 products"
-        errors.append(ConfigError("precision.name", "fp8", "use bf16, or strategy.tp=1", reason))
     return errors
 
 

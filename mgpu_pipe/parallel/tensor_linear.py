@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.models.adapters.low_rank import LoraLayer
 from mgpu_pipe.models.adapters.qlora import Nf4Layer
+from mgpu_pipe.parallel.float8 import float8_product, is_float8
 from mgpu_pipe.parallel.sequence import SequenceSplit, hidden_of, with_hidden
 from mgpu_pipe.parallel.tensor_collectives import (
     all_gather_sequence,
@@ -152,6 +153,8 @@ def row_parallel(layer: nn.Module, group: dist.ProcessGroup, sequence: SequenceS
         assert isinstance(weight, torch.Tensor) and not isinstance(bias, nn.Module)
         if isinstance(layer, LoraLayer | Nf4Layer):  # an adapter's product is a part of the same sum
             partial = layer.product(x)
+        elif is_float8(layer):
+            partial = float8_product(layer, x)
         else:
             partial = F.linear(x, weight.t() if transposed else weight)
         split = sequence is not None and sequence.active

@@ -108,7 +108,7 @@ class ParallelModel:
         if options.precision == "bf16_true":
             cast_parameters(model, torch.bfloat16)
         elif options.precision == "fp8":
-            use_float8(model, options.fp8_recipe)
+            use_float8(model, options.fp8_recipe, dims.tp)
         # Of the whole model: a pipeline's stage may have none.
         self._num_experts = ExpertLoad.experts_of(model)
         experts = self._cut(model) if dims.uses_model_axes else []
