@@ -106,6 +106,12 @@ def of_any_length(starts: torch.Tensor) -> torch.Tensor:
     return starts
 
 
+def flash_lengths(starts: torch.Tensor) -> dict[str, Any]:
+    """What transformers' flash attention takes of :func:`document_starts`, and else looks for in every layer."""
+    edges, longest = starts[0, 0, 0], (starts.shape[2] - 1) * LENGTH_STEP
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
+
+
 def mask_of(starts: torch.Tensor, rows: int, tokens: int, causal: bool, window: int | None) -> torch.Tensor:
     """The mask that ``starts`` stand for: bool of shape (rows, 1, tokens, tokens), True where visible.
 

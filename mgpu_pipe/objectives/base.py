@@ -19,10 +19,10 @@ from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.data.samples import Prepared, SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.kernels.packed_attention import document_starts, takes_document_starts
+from mgpu_pipe.kernels.packed_attention import document_starts
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
 from mgpu_pipe.objectives.first_weights import RunStart
-from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text
+from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text, wants_starts
 from mgpu_pipe.parallel.randomness import step_seed
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ class Objective(pl.LightningModule, ABC):
         """What the forward pass needs of a micro-batch that still is in host memory, where computing it waits for no
         device; it goes with the micro-batch."""
         documents = self.batch_spec.documents
-        if documents is None or not takes_document_starts(self.model):
+        if documents is None or not wants_starts(self.model):
             return {}
         return {STARTS: document_starts(batch[documents])}
 

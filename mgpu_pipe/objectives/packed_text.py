@@ -7,6 +7,7 @@ and no cache; a few need the mask from here (:func:`block_diagonal_mask`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.families.family import FLASH
 from mgpu_pipe.families.find import document_isolation
-from mgpu_pipe.kernels.packed_attention import document_starts, of_any_length, takes_document_starts
+from mgpu_pipe.kernels.packed_attention import document_starts, flash_lengths, of_any_length, takes_document_starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,13 +65,22 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
     if isolation == "none":
         return kwargs
     if attention_of(model.config) in FLASH:
-        return {**kwargs, "input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
+        rows = {"input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
+        return {**kwargs, **rows, **(flash_lengths(starts_of(batch, position_ids)) if wants_starts(model) else {})}
     kwargs["position_ids"] = position_ids
     if takes_document_starts(model):
         kwargs["attention_mask"] = starts_of(batch, position_ids)
     elif isolation == "mask":
         kwargs["attention_mask"] = block_diagonal_mask(position_ids, attention_of(model.config) == "sdpa")
     return kwargs
+
+
+def wants_starts(model: Any) -> bool:
+    """Whether attention is handed the :func:`document_starts` of packed rows, and need not look for them in each layer:
+    ours, and flash attention where the model passes on what it does not know."""
+    if attention_of(model.config) not in FLASH:
+        return takes_document_starts(model)
+    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
 
 
 def starts_of(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
