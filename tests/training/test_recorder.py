@@ -34,7 +34,9 @@ def test_a_ranks_step_its_wait_for_data_and_its_own_work_are_told_apart(
     clock = Clock()
     monkeypatch.setattr(recorder, "time", clock)
     monkeypatch.setattr(recorder, "evaluate_after_this_step", lambda *_: None)
-    checkpointer: Any = SimpleNamespace(step_was_finite=lambda step: None, due=lambda step: False)
+    checkpointer: Any = SimpleNamespace(
+        step_was_finite=lambda step: None, due=lambda step: False, reserve=lambda *_: None
+    )
     config = TrainerConfig(max_steps=9, log_every_n_steps=2)
     paths = RunPaths(tmp_path)
     paths.logs.mkdir()
