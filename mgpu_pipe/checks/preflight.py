@@ -54,7 +54,7 @@ def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
         Check(peft_errors, ("peft", "objective", "strategy")),
         Check(lambda config: run_folder_errors(config, alone)),
         Check(_raising(check_start), ("checkpoint",)),
-        Check(size_errors, ranges=True),
+        Check(lambda config: size_errors(config, elsewhere), ranges=True),
         Check(update_errors, ("optimizer",), ranges=True),
         Check(_raising(check_attention), ("model",)),
         Check(task_errors, ranges=True),

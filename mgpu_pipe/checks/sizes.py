@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgpu_pipe.checks.memory import memory_errors
 from mgpu_pipe.checks.model import model_fields, sequence_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
@@ -13,8 +14,8 @@ from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 
-def size_errors(config: RunConfig) -> list[BadInputError]:
-    """Strategy, world, batch and sequence."""
+def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputError]:
+    """Strategy, world, batch and sequence; ``elsewhere`` as of :func:`mgpu_pipe.checks.preflight.preflight`."""
     errors: list[BadInputError] = _strategy_errors(config)
     if not errors:
         try:
@@ -23,6 +24,7 @@ def size_errors(config: RunConfig) -> list[BadInputError]:
             errors += [*_router_errors(config), *_reduction_errors(config, dims, plan)]
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
+            errors += [] if errors else memory_errors(config, dims, plan, elsewhere)
         except ConfigError as error:
             errors.append(error)
     return [*errors, *sequence_errors(config)]

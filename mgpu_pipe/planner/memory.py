@@ -10,11 +10,12 @@ from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
-FP32 = 4
+FP32, HALF = 4, 2
 ADAM_STATE = 2 * FP32
 """Bytes of Adam's two moments for a parameter."""
 OPTIMIZER_STATE = {"SGD": FP32, "Adagrad": FP32, "ASGD": FP32, "RMSprop": FP32, "AdamWBf16": FP32}
 """Bytes of state for a parameter, by class (AdamWBf16 has two moments of two bytes); of any other, Adam's."""
+ADAMS = ("Adam", "AdamW")
 SPLIT_BYTES, SHARED_BYTES = 24, 10
 """Bytes of activations a token, width and layer in half precision, attention by a fused kernel: those that tensor
 parallelism splits, and those that only sequence parallelism does (Korthikanti et al. 2022, arXiv:2205.05198,
@@ -25,6 +26,12 @@ def optimizer_bytes(optimizer: OptimizerConfig) -> int:
     """Bytes of state that a trained parameter has, its average among them."""
     own = OPTIMIZER_STATE.get(optimizer._target_.rpartition(".")[2], ADAM_STATE)
     return own + (FP32 if optimizer.ema.decay is not None else 0)
+
+
+def known_optimizer_bytes(optimizer: OptimizerConfig) -> int:
+    """The same, but 0 for an optimizer that is not known here."""
+    name = optimizer._target_.rpartition(".")[2]
+    return optimizer_bytes(optimizer) if name in OPTIMIZER_STATE or name in ADAMS else 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,10 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     offloads = dims.dp_shard > 1 and not dims.uses_model_axes
     if device_type(config) == "cuda" and offloads and strategy.offload == "none":
         options.append(Saving("strategy.offload=cpu", state))
+    if config.optimizer._target_.rpartition(".")[2] in ADAMS and strategy.engine == "mesh":
+        options.append(Saving("optimizer=adamw_bf16", parts["optimizer"] // 2))
+    if config.model.path is not None and config.peft.name == "none":
+        options.append(Saving("peft=lora", parts["gradients"] + parts["optimizer"]))
     if resolve_precision(config) == "fp32":
         options.append(Saving("precision=bf16", activations // 2))
     return options
