@@ -23,6 +23,8 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 ALIGNMENT = 64
 """Copies begin at multiples of so many bytes: a cache line, and a multiple of every dtype's size."""
 
+NOT_COPIED = "a checkpoint's values could not be copied to host memory; checkpoint.async_save=false needs none"
+
 Write = Callable[[list[LocalShard], list[LocalShard]], object]
 """Writes the local shards of model and optimizer; see ``checkpoint.save.write``."""
 
@@ -71,8 +73,9 @@ class HostCopies:
         if size > self.nbytes or (devices and not self._pinned):
             self._allocate(size, pinned=bool(devices))
         for device in devices:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-            stream.wait_stream(torch.cuda.current_stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
         copies = []
         for shard, place in zip(shards, places, strict=True):
             tensor = shard.tensor.detach()
@@ -85,7 +88,10 @@ class HostCopies:
             else:
                 copy.copy_(tensor)
             copies.append(LocalShard(shard.tensor_slice, shard.global_shape, copy))
-        self._copied = {device: self._streams[device].record_event() for device in devices}
+        # Blocking: who waits for one sleeps meanwhile.
+        self._copied = {
+            device: self._streams[device].record_event(torch.cuda.Event(blocking=True)) for device in devices
+        }
         return copies
 
     def before_writing(self) -> None:
@@ -95,8 +101,9 @@ class HostCopies:
 
     def wait(self) -> None:
         """Wait until the copies of the last :meth:`take` are made; any thread may."""
-        for event in self._copied.values():
-            event.synchronize()
+        for device, event in self._copied.items():
+            with torch.cuda.device(device):
+                event.synchronize()
 
     def release(self) -> None:
         """Free the memory; what :meth:`take` returned is invalid from now on."""
@@ -186,13 +193,12 @@ class BackgroundSaver:
         assert self._thread is None and self._error is None
         mine = _planned(plan, model, optimizer)
         copies: list[LocalShard] = []
-        what = "a checkpoint's values could not be copied to host memory; checkpoint.async_save=false needs none"
-        together(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), what, None)
+        together(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), NOT_COPIED, None)
         parts = copies[: len(mine[0])], copies[len(mine[0]) :]
 
         def run() -> None:
             try:
-                self._copies.wait()
+                together(self._copies.wait, NOT_COPIED, self.group)
                 write(*parts)
             except Exception as error:  # whatever it is reaches the run through wait()
                 self._error = error

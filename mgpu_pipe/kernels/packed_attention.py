@@ -106,9 +106,14 @@ def of_any_length(starts: torch.Tensor) -> torch.Tensor:
     return starts
 
 
-def flash_lengths(starts: torch.Tensor) -> dict[str, Any]:
-    """What transformers' flash attention takes of :func:`document_starts`, and else looks for in every layer."""
-    edges, longest = starts[0, 0, 0], (starts.shape[2] - 1) * LENGTH_STEP
+def flash_lengths(starts: torch.Tensor, longest: int) -> dict[str, Any]:
+    """What transformers' flash attention takes of :func:`document_starts`, and else looks for in every layer.
+
+    Args:
+        longest: tokens that no document is longer than; compiled code is made anew for another number.
+    """
+    edges = starts[0, 0, 0]
+    mark_sizes(edges, 0)
     return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 

@@ -65,8 +65,9 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
     if isolation == "none":
         return kwargs
     if attention_of(model.config) in FLASH:
+        lengths = flash_lengths(starts_of(batch, position_ids), input_ids.shape[1]) if wants_starts(model) else {}
         rows = {"input_ids": input_ids.reshape(1, -1), "position_ids": position_ids.reshape(1, -1)}
-        return {**kwargs, **rows, **(flash_lengths(starts_of(batch, position_ids)) if wants_starts(model) else {})}
+        return {**kwargs, **rows, **lengths}
     kwargs["position_ids"] = position_ids
     if takes_document_starts(model):
         kwargs["attention_mask"] = starts_of(batch, position_ids)

@@ -122,10 +122,13 @@ def _within(context: SequenceContext | None) -> Iterator[None]:
 def in_this_context(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which runs in the current context whenever it is called."""
     context = _active
-    if context is None or torch.compiler.is_compiling():  # where it is compiled, it is given what it read
+    if context is None:
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Asked here, for what is compiled may go on as it is where something in it cannot be.
+        if torch.compiler.is_compiling():  # it is given what it read
+            return function(*args, **kwargs)
         with _within(context):
             return function(*args, **kwargs)
 

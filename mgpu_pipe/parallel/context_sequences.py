@@ -6,7 +6,6 @@ found again by the tensor of their documents, and axes by their names.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +16,6 @@ import torch.distributed as dist
 from mgpu_pipe.data.batch_spec import BatchSpec
 from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
 from mgpu_pipe.parallel.context_split import Method, document_numbers, padded_length
-
-KEPT = 64
-"""Sequences that compiled code finds again, whose blocks are not made anew: of the micro-batches that are under way."""
 
 
 @dataclass(eq=False)
@@ -66,17 +62,19 @@ class SequenceContext:
 
 
 _axes: dict[str, ContextAxis] = {}
-_found: OrderedDict[int, SequenceContext] = OrderedDict()
-"""By the address of their documents, which are kept alive here: no other tensor has it."""
+_found: dict[int, SequenceContext] = {}
+"""Those of a step, by the address of their documents, which are kept alive here: no other tensor has it."""
 
 
 def sequences_of(documents: torch.Tensor, axis: str) -> SequenceContext:
-    """The sequences with these ``documents``, for the ``axis`` of that name; the last :data:`KEPT` are remembered."""
+    """The sequences with these ``documents``, for the ``axis`` of that name."""
     address = documents.data_ptr()
     known = _found.get(address)
     if known is None or known.axis.name != axis or known.documents.shape != documents.shape:
         known = _found[address] = SequenceContext(_axes[axis], documents)
-    _found.move_to_end(address)
-    if len(_found) > KEPT:
-        _found.popitem(last=False)
     return known
+
+
+def forget_sequences() -> None:
+    """To be called when a step's backward passes, or an evaluation, have ended."""
+    _found.clear()

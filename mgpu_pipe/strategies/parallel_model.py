@@ -31,6 +31,7 @@ from mgpu_pipe.parallel.context import (
     in_sequences,
     with_documents,
 )
+from mgpu_pipe.parallel.context_sequences import forget_sequences
 from mgpu_pipe.parallel.ddp import GradientReducer
 from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
 from mgpu_pipe.parallel.expert_load import ExpertLoad
@@ -271,6 +272,7 @@ class ParallelModel:
         self, loss_sum: torch.Tensor, told: list[float], step_batch: StepBatch
     ) -> tuple[float, float, list[float]]:
         """See :meth:`StepGradients.end`."""
+        forget_sequences()
         own = loss_sum if self.counts_its_loss else torch.zeros_like(loss_sum)
         return self.facts.end(own, told, step_batch, self._reduce_axes)
 
@@ -310,6 +312,7 @@ class ParallelModel:
 
     def settle(self) -> None:
         """Back to the sharded fp32 parameters: a forward pass without backward leaves the compute copies in place."""
+        forget_sequences()
         if self.sharded is not None:
             reshard_all(self.sharded)
 

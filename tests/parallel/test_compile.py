@@ -172,10 +172,17 @@ def test_a_block_is_one_graph_along_every_axis(processes: int, overrides: str, a
             assert once <= calls[f"mgpu_pipe::{attention}_forward"] < 2 * once
 
 
-@pytest.mark.exhaustive
-def test_only_the_exchange_of_experts_divides_a_block() -> None:
-    """How many rows come to a rank is known when it runs only, and FSDP gathers the experts in between."""
-    config = small_run("model.compile=true", "model=mixtral_tiny", "strategy=ep", "trainer.devices=2")
-    for worst, breaks, _, _ in run_processes(2, traced, config):
+@pytest.mark.parametrize(
+    ("processes", "axes"),
+    [
+        pytest.param(2, "strategy=ep", marks=ALIKE),
+        (4, "strategy=cp strategy.cp=2 strategy.dp_shard=2 strategy.ep=2 strategy.activation_checkpointing=full"),
+    ],
+)
+def test_only_the_exchange_of_experts_divides_a_block(processes: int, axes: str) -> None:
+    """How many rows come to a rank is known when it runs only, and FSDP gathers the experts in between. What is
+    recomputed then knows its sequences."""
+    given = ("model.compile=true", "model=mixtral_tiny", f"trainer.devices={processes}")
+    for worst, breaks, _, _ in run_processes(processes, traced, small_run(*given, *axes.split())):
         assert [one for one in worst if not one.passed] == []
         assert len(breaks) == 1
