@@ -80,6 +80,14 @@ def test_blocks_may_be_computed_again() -> None:
     assert told["calls"]["_triton_rope"] == 6
 
 
+@pytest.mark.slow
+def test_a_run_trains_by_them_and_says_so(tmp_path: Path) -> None:
+    told = interpreted("liger_run", str(tmp_path))
+    assert told["auto"]["kernels"] == "torch" and told["auto"]["calls"] == {}
+    assert told["liger"]["kernels"] == "liger" and told["liger"]["calls"]["_swiglu_backward_kernel"] == 4
+    assert told["liger"]["loss"] == pytest.approx(told["auto"]["loss"], rel=ERROR)
+
+
 @pytest.mark.exhaustive
 def test_under_every_axis() -> None:
     runs = [f"model=llama_tiny trainer.devices=2 {strategy}" for strategy in EVERY_AXIS]
