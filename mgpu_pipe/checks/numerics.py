@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 
+from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.toolchain import compiler, missing_compiler, missing_headers
 from mgpu_pipe.config.hardware import cpu_is_fast_at_bf16, cpu_is_fast_at_fp16, gpu_capability, why_no_flash_attention_3
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.kernels.liger import obstacle
+from mgpu_pipe.parallel.pipeline_streams import splits_backward
 
 FP8_CAPABILITY = (8, 9)
 """The first GPUs with float8 matrix units (Ada, Hopper)."""
@@ -18,7 +21,8 @@ COMPILERS = ("g++", "c++", "clang++")
 
 def numerics_errors(config: RunConfig) -> list[BadInputError]:
     """What this machine, or the mesh engine, cannot do."""
-    return [*_fp8_errors(config), *_flash_errors(config), *_offload_errors(config), *_compile_errors(config)]
+    own = (*_fp8_errors(config), *_flash_errors(config), *_liger_errors(config))
+    return [*own, *_offload_errors(config), *_compile_errors(config)]
 
 
 def emulated_type(config: RunConfig) -> str | None:
@@ -51,6 +55,13 @@ def _flash_errors(config: RunConfig) -> list[BadInputError]:
     if config.model.flash_attention != "fa3" or not (why := why_no_flash_attention_3()):
         return []
     return [ConfigError("model.flash_attention", "fa3", "use fa2", why)]
+
+
+def _liger_errors(config: RunConfig) -> list[BadInputError]:
+    if config.model.kernels != "liger" or not (fields := model_fields(config)):
+        return []
+    found = obstacle(config, str(fields.get("model_type")), splits_backward(config.strategy))
+    return [] if found is None else [ConfigError("model.kernels", "liger", found[1], found[0])]
 
 
 def _offload_errors(config: RunConfig) -> list[BadInputError]:

@@ -55,6 +55,7 @@ KINDS: dict[str, Kind] = {
     "model.flash_attention": Kind.NOTED,
     "model.freeze": Kind.TOLD,
     "model.compile": Kind.FREE,
+    "model.kernels": Kind.NOTED,
     "data.source": Kind.FIXED,
     "data.paths": Kind.CONTENT,
     "data.text_column": Kind.CONTENT,

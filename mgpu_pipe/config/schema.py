@@ -60,6 +60,9 @@ class ModelConfig:
     compile: bool | Auto = "auto"
     """Compile each block of the model with torch.compile, which needs a C++ compiler on CPU; auto compiles on GPUs,
     from 100M parameters on."""
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Norms, rotary embeddings and gated feed-forward layers: torch's, or the Triton kernels of the package
+    liger-kernel on GPUs; auto takes the latter where it is installed, knows the model and blocks are not compiled."""
 
 
 @dataclass

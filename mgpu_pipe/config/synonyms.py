@@ -93,6 +93,7 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("data.validation_paths", "validation_file eval_file val_data validation_file_path"),
     ("data.num_workers", "dataloader_num_workers workers"),
     ("model.compile", "torch_compile compile"),
+    ("use model.kernels=liger", "use_liger_kernel use_liger liger liger_kernel"),
     (
         "use model.config.num_hidden_layers (or what the model's own configuration calls it)",
         "num_layers n_layers n_layer num_hidden_layers layers",

@@ -12,7 +12,7 @@ from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.kernels.compiled import gpu_kernels_compile
 from mgpu_pipe.models.plans import decoder_blocks
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
+from mgpu_pipe.parallel.pipeline_streams import splits_backward
 
 AUTO_FROM = 100_000_000
 """Parameters from which ``model.compile=auto`` compiles: small models are trained before compiling has paid."""
@@ -23,13 +23,14 @@ def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
     wanted = config.model.compile
     if wanted != "auto":
         return wanted
+    if config.model.kernels == "liger":  # instead of it
+        return False
     if device.type != "cuda" or not gpu_kernels_compile():
         return False
     strategy = config.strategy
     by_hooks = strategy.engine == "deepspeed" and strategy.deepspeed.stage == 3  # weights come and go inside a block
-    in_two = strategy.pp != 1 and SCHEDULES[strategy.pipeline.schedule].splits_backward
     large = parameters >= AUTO_FROM or resolve_precision(config) == "fp8"  # float8 pays off in compiled blocks alone
-    return large and not by_hooks and not in_two
+    return large and not by_hooks and not splits_backward(strategy)
 
 
 def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

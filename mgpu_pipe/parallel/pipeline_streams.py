@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from mgpu_pipe.config.strategy import StrategyConfig
+
 
 class Action(NamedTuple):
     """One action of a rank: ``F``, ``B``, ``I`` or ``W`` of a stage for a micro-batch."""
@@ -56,6 +58,12 @@ SCHEDULES = {
     "dualpipev": ScheduleTraits(2, v_shaped=True, splits_backward=True),
 }
 """The values of ``strategy.pipeline.schedule``."""
+
+
+def splits_backward(strategy: StrategyConfig) -> bool:
+    """Whether a pipeline of ``strategy`` computes gradients of inputs and of weights apart."""
+    schedule = SCHEDULES.get(strategy.pipeline.schedule)  # none of an unknown name, which the checks refuse
+    return strategy.pp != 1 and schedule is not None and schedule.splits_backward
 
 
 def stages_by_rank(schedule: str, ranks: int, stages_per_rank: StagesPerRank = "auto") -> tuple[tuple[int, ...], ...]:

@@ -35,6 +35,7 @@ PACKAGES = (
     "triton",
     "flash-attn",
     "flash-attn-3",
+    "liger-kernel",
     "rich",
     "tensorboard",
 )

@@ -80,6 +80,7 @@ def train_result(
         "precision": precision,
         **({"parity": STATISTICAL} if uses_dropout(model) else {}),
         "tf32": uses_tf32(config),
+        "kernels": config.model.kernels,
         "metrics": metrics,
         "checkpoint": str(checkpoint.relative_to(checkpoint.parents[1])) if checkpoint is not None else None,
         "model": {"name": config.model.name, "class": type(model).__name__.removeprefix("FSDP"), **sizes},

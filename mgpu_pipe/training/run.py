@@ -25,6 +25,7 @@ from mgpu_pipe.data.balance import imbalances
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError, GradientSpikeError
+from mgpu_pipe.kernels.liger import kernels_of, use_liger
 from mgpu_pipe.kernels.packed_attention import use_flash_attention_3
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.flops import training_flops_per_token
@@ -33,6 +34,7 @@ from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.parallel.compile import compiles
+from mgpu_pipe.parallel.pipeline_streams import splits_backward
 from mgpu_pipe.parallel.randomness import uses_dropout
 from mgpu_pipe.parallel.spike_guard import SpikeGuard
 from mgpu_pipe.planner.flops import known_gpu_peak
@@ -118,6 +120,10 @@ def train(
     num_parameters = sum(p.numel() for p in model.parameters())  # now: an engine may leave them empty
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     config = replace(config, model=replace(config.model, compile=compiles(config, device, num_parameters)))
+    kernels = kernels_of(config, str(model.config.model_type), splits_backward(config.strategy))
+    config = replace(config, model=replace(config.model, kernels=kernels))
+    if kernels == "liger":
+        use_liger(model)
     objective = objective_class(config.objective.name).from_config(
         config,
         model,

@@ -38,6 +38,7 @@ REASONS = {
     "strategy.offload": "on CPU processes everything is in host memory already",
     "strategy.bucket_mib": "so that there are several gradient buckets",
     "model.attn_implementation": "there is no such kernel for CPUs",
+    "model.kernels": "there are no such kernels for CPUs",
     "model.path": "the small model starts from random weights",
     "trainer.accelerator": "the topology runs as CPU processes",
 }
