@@ -22,6 +22,7 @@ STRATEGIES = {
     "unpacked": ("data.packing=none",),
     "recomputed": ("strategy.activation_checkpointing=selective",),
     "compiled": ("model.compile=true",),
+    "liger": ("model.kernels=liger",),
     "mixtral": ("model=mixtral_tiny", "trainer.deterministic=true"),
 }
 SHORT = {
@@ -31,11 +32,20 @@ SHORT = {
     "bf16, zero2": ("precision=bf16", "strategy=zero2"),
     "bf16, zero3": ("precision=bf16", "strategy=zero3"),
     "bf16, unpacked": ("precision=bf16", "data.packing=none"),
+    "bf16, liger": ("precision=bf16", "model.kernels=liger"),
     "fp16, fsdp": ("precision=fp16", "strategy=fsdp"),
     "fp8": ("precision=fp8",),
 }
-ON_GPUS_ALONE = {"fsdp, offloaded": "strategy.offload=cpu: on the CPU", "fp8": "precision.name=fp8: float8 needs a GPU"}
+LIGER = "model.kernels=liger: they run on GPUs"
+ON_GPUS_ALONE = {
+    "fsdp, offloaded": "strategy.offload=cpu: on the CPU",
+    "fp8": "precision.name=fp8: float8 needs a GPU",
+    "liger": LIGER,
+    "bf16, liger": LIGER,
+}
 """What is refused on the CPU, and how."""
+NEEDS = {"liger": "liger_kernel", "bf16, liger": "liger_kernel", "fp8": "torchao"}
+"""Packages, on a GPU."""
 REPEATED = {
     "fp32": ("precision=fp32",),
     "bf16, compiled": ("precision=bf16", "model.compile=true"),
@@ -45,6 +55,13 @@ REPEATED = {
 }
 
 
+def needs(name: str) -> None:
+    """Skip a run on a GPU without its package."""
+    if name in NEEDS:
+        package = NEEDS[name].replace("_", "-")
+        pytest.importorskip(NEEDS[name], reason=f"{name}: pip install {package}")
+
+
 @pytest.mark.parametrize("name", sampled(STRATEGIES, "fsdp", "fsdp, offloaded"))
 def test_a_run_in_fp32_is_that_of_one_cpu_process(name: str, programs: Programs, corpus: Path) -> None:
     chosen = STRATEGIES[name] or (f"strategy={name}",)
@@ -52,6 +69,7 @@ def test_a_run_in_fp32_is_that_of_one_cpu_process(name: str, programs: Programs,
     if programs.dry and name in ON_GPUS_ALONE:
         assert ON_GPUS_ALONE[name] in programs.refused(*overrides(corpus, *chosen))
         return
+    needs(name)
     programs.hold(overrides(corpus, *chosen), overrides(corpus, *on_cpu), same)
 
 
@@ -66,6 +84,7 @@ def test_shorter_types_stay_close_to_fp32(name: str, programs: Programs, corpus:
     if programs.dry and name in ON_GPUS_ALONE:
         assert ON_GPUS_ALONE[name] in programs.refused(*overrides(corpus, *SHORT[name]))
         return
+    needs(name)
     programs.hold(overrides(corpus, *SHORT[name]), overrides(corpus, *on_cpu), close)
 
 
