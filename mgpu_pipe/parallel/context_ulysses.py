@@ -91,7 +91,7 @@ def _compiled_forward(
 
 @_compiled_forward.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor, axis: str, scale: float
+    query: torch.Tensor, key: torch.Tensor, _: torch.Tensor, documents: torch.Tensor, *__: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, heads, tokens, width = query.shape
     whole, shared = documents.shape[1], documents.shape[1] // tokens
@@ -118,13 +118,7 @@ def _compiled_backward(
 
 @_compiled_backward.register_fake
 def _(
-    grad: torch.Tensor,
-    gathered: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    documents: torch.Tensor,
-    axis: str,
-    scale: float,
+    grad: torch.Tensor, gathered: torch.Tensor, _: torch.Tensor, __: torch.Tensor, documents: torch.Tensor, *___: object
 ) -> list[torch.Tensor]:
     rows, heads, tokens, width = grad.shape
     shared = documents.shape[1] // tokens
