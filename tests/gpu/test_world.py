@@ -53,7 +53,7 @@ def test_a_process_uses_the_gpu_that_it_is_shown(
 def test_a_step_waits_once_and_nothing_is_compiled_after_the_first(name: str, programs: Programs, corpus: Path) -> None:
     """The host reads a step's loss and norm, and nothing else; documents of other lengths come with every step."""
     counted = programs.folder / "waits.json"
-    counting = ("callbacks.waits._target_=tests.support.waits.CountWaits", f"callbacks.waits.file={counted}")
+    counting = ("callbacks.waits._target_=tests.gpu.waits.CountWaits", f"callbacks.waits.file={counted}")
     short = ("trainer.max_steps=10", "precision=bf16", "data.seq_len=1024", "model.config.max_position_embeddings=1024")
     programs.on_gpu(*overrides(corpus, *short, *STEPS[name], *counting))
     waits, graphs = zip(*json.loads(counted.read_text(encoding="utf-8")), strict=True)
