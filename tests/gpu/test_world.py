@@ -36,6 +36,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("started", list(ALONE))
 def test_a_process_uses_the_gpu_that_it_is_shown(
     started: str, programs: Programs, corpus: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,7 @@ def test_two_gpus_train_as_one_cpu_process_does(name: str, programs: Programs, c
     )
 
 
+@pytest.mark.slow
 def test_a_gpu_that_does_not_come_is_named(programs: Programs, corpus: Path) -> None:
     """A collective that hangs ends the run within its timeout, and the rank that stays away is named."""
     if not programs.dry and torch.cuda.device_count() < 2:

@@ -79,6 +79,7 @@ def of_equal_documents(length: int) -> torch.Tensor:
     return torch.arange(length).repeat(2, 2048 // length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flash", [False, True], ids=["mask", "flash"])
 def test_documents_of_any_length_need_no_further_compilation(flash: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and many, long and short. On the CPU the flash kernel itself is left out: its sizes are what is compiled."""
@@ -132,6 +133,7 @@ def test_compiled_experts_count_their_tokens_once(checkpointing: Mode, monkeypat
     assert [sum(layer) for layer in assignments] == [4 * SEQ_LEN * 2] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("strategy.sequence_parallel=true",), pytest.param((), marks=pytest.mark.exhaustive)])
 def test_a_block_is_one_graph_and_gathers_no_more_than_an_eager_one(axes: tuple[str, ...]) -> None:
     """The inputs of attention and of the feed-forward network, in the backward pass, once for all their layers."""
@@ -150,6 +152,7 @@ ALIKE = pytest.mark.exhaustive
 """For a cell of a kind of which another is tried."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "overrides", "attention"),
     [
@@ -172,6 +175,7 @@ def test_a_block_is_one_graph_along_every_axis(processes: int, overrides: str, a
             assert once <= calls[f"mgpu_pipe::{attention}_forward"] < 2 * once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "axes"),
     [

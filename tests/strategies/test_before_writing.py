@@ -45,6 +45,7 @@ def watched(case: Case, dims: ParallelDims) -> tuple[list[dict[str, torch.Tensor
     return said, written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in LIKE_ANOTHER else n for n in WAYS]
 )
